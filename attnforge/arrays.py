@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from attnforge.errors import InputError, first_line
+from attnforge.errors import InputError, raised_as
 
 Array = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -75,14 +75,9 @@ def to_numpy(name: str, value: Any) -> Array:
     Raises:
         InputError: it is none of these, has no numbers in memory, or lies on a GPU and is no torch tensor.
     """
-    try:
-        return _shared(name, value)
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:  # of any library: tensors that are sparse, quantized, nested or without memory
-        raise InputError(
-            f"input {name!r} is {type(value).__name__}, which NumPy cannot read: {first_line(error)}; give a dense one"
-        ) from error
+    kind = type(value).__name__
+    with raised_as(InputError, f"input {name!r} is {kind}, which NumPy cannot read", "; give a dense one"):
+        return _shared(name, value)  # errors of tensors that are sparse, quantized, nested or without memory
 
 
 def _shared(name: str, value: Any) -> Array:

@@ -16,6 +16,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -25,7 +26,7 @@ from attnforge.errors import BundleError, UsageError, first_line, shortened
 
 
 class Scratch:
-    """An empty folder, made and held by this process until it is released.
+    """An empty folder, made and held by this process until it is released; removed at the end of a `with` block.
 
     Args:
         parent: folder to make it in.
@@ -57,20 +58,21 @@ class Scratch:
         remove(self.path)
         self.release()
 
+    def __enter__(self) -> Path:
+        return self.path
 
-@contextmanager
-def temporary_folder(prefix: str = "attnforge-") -> Iterator[Path]:
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def temporary_folder(prefix: str = "attnforge-") -> Scratch:
     """A folder in the system's place for temporary ones, removed where the block ends, or by a later process where this
     one is killed.
 
     Args:
         prefix: of its name.
     """
-    scratch = Scratch(Path(tempfile.gettempdir()), prefix, SUFFIX)
-    try:
-        yield scratch.path
-    finally:
-        scratch.remove()
+    return Scratch(Path(tempfile.gettempdir()), prefix, SUFFIX)
 
 
 SUFFIX = ".scratch"
@@ -105,17 +107,14 @@ def remove(path: Path) -> None:
             path.unlink()
         return
 
-    def again(function: object, name: str, error: object) -> None:
-        with suppress(OSError):
-            for folder in (Path(name).parent, Path(name)):
-                if folder.is_dir() and not folder.is_symlink() and folder.is_relative_to(path):
+    with suppress(OSError):
+        path.chmod(0o700)
+    for place, folders, _ in os.walk(path):  # which looks into a folder after this one can be written to
+        for folder in (Path(place, name) for name in folders):
+            if not folder.is_symlink():
+                with suppress(OSError):
                     folder.chmod(0o700)
-            shutil.rmtree(name, ignore_errors=True) if Path(name).is_dir() else os.unlink(name)
-
-    if not os.access(path, os.W_OK | os.X_OK):
-        with suppress(OSError):
-            path.chmod(0o700)
-    shutil.rmtree(path, onerror=again)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -131,16 +130,6 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
-
-
-def hold(number: int) -> None:
-    """Hold a file that this process has open, so that nobody takes it for stale.
-
-    Args:
-        number: of the open file.
-    """
-    with suppress(OSError):
-        fcntl.flock(number, fcntl.LOCK_EX)
 
 
 def _lock(path: Path, wait: bool) -> int | None:
@@ -198,21 +187,24 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """
     prefix = f".{file.name[:200]}."
     sweep(file.parent, prefix, _SUFFIX)
-    with (
-        _named_when_full(file),
-        tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream,
-    ):
-        temporary = Path(stream.name)
-        hold(stream.fileno())
-        try:
-            yield cast(BinaryIO, stream)
-            stream.flush()
-            temporary.chmod(mode)
-            _check_replaceable(file)
-            os.replace(temporary, file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream:
+            temporary = Path(stream.name)
+            with suppress(OSError):  # held, so that nobody takes it for stale
+                fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+            try:
+                yield cast(BinaryIO, stream)
+                stream.flush()
+                temporary.chmod(mode)
+                _check_replaceable(file)
+                os.replace(temporary, file)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        if error.errno in FULL:  # it names no file
+            raise OSError(error.errno, f"{error.strerror}; {_room_text(file.parent)}", str(file)) from error
+        raise
 
 
 _SUFFIX = ".unfinished"
@@ -226,15 +218,17 @@ def _check_replaceable(file: Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", str(file))
 
 
-def check_writable(file: Path) -> None:
+def check_writable(file: Path, force: bool = True, flag: str = "--out") -> None:
     """Check that a file can be written, before the work whose result it is to hold. Nothing is left behind.
 
     Args:
         file: in a folder that is there, or can be made.
+        force: whether a file that stands there may be overwritten.
+        flag: names the file, for the message.
 
     Raises:
         UsageError: its folder cannot be made or written to, it is a folder, a device, a pipe or a socket itself, or its
-            name is none.
+            name is none; or it exists and `force` is not given.
     """
     try:
         _check_replaceable(file)
@@ -246,6 +240,8 @@ def check_writable(file: Path) -> None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"{shortened(str(file))} cannot be written: {why}; choose another place") from error
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists; choose another file with {flag}, or overwrite it with --force (force=True)")
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -329,33 +325,16 @@ def is_full(folder: Path, error: BaseException | None = None) -> bool:
 
 
 @contextmanager
-def told_when_full(folder: Path) -> Iterator[None]:
-    """A block that writes to a new place on the disk of a folder, and whose errors say so where that disk is full.
-
-    Raises:
-        BundleError: the disk is full.
-    """
-    try:
-        yield
-    except Exception as error:
-        if is_full(folder, error):
-            raise BundleError(
-                f"the disk of {folder} is full, or its quota is; nothing was written; {_room_text(folder)}"
-            ) from error
-        raise
-
-
-@contextmanager
-def new_folder(target: Path, put: Callable[[Path], object], parent: Path | None = None) -> Iterator[Path]:
+def new_folder(target: Path, put: Callable[[Path], object] | None = None, parent: Path | None = None) -> Iterator[Path]:
     """A temporary folder that is put to its place where the block ends, or else removed.
 
     Args:
         target: the place.
-        put: moves the temporary folder, or what is in it, to its place.
+        put: moves the temporary folder, or what is in it, to its place; without, `target` is new.
         parent: folder to make the temporary one in; by default the one that `target` is in.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written, or something appeared there meanwhile.
         BundleError: the disk is full.
     """
     try:
@@ -364,24 +343,22 @@ def new_folder(target: Path, put: Callable[[Path], object], parent: Path | None 
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
-    try:
-        with told_when_full(target.parent):
-            yield temporary.path
-            give_modes(temporary.path)
-            put(temporary.path)
-    finally:
-        temporary.remove()
-
-
-@contextmanager
-def _named_when_full(file: Path) -> Iterator[None]:
-    """A block that writes to a stream, whose errors of a full disk name no file; here they name this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            raise OSError(error.errno, f"{error.strerror}; {_room_text(file.parent)}", str(file)) from error
-        raise
+    with temporary as folder:
+        try:
+            yield folder
+            give_modes(folder)
+            try:
+                (put or partial(rename_new, new=target))(folder)
+            except FileExistsError as error:
+                name = error.filename2 or error.filename
+                raise UsageError(f"{name} appeared meanwhile, and is left as it is") from error
+        except Exception as error:
+            if is_full(target.parent, error):
+                raise BundleError(
+                    f"the disk of {target.parent} is full, or its quota is; nothing was written; "
+                    f"{_room_text(target.parent)}"
+                ) from error
+            raise
 
 
 def _room_text(folder: Path) -> str:

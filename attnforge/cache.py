@@ -216,12 +216,9 @@ class DeployCache:
         Args:
             wanted: whether anything is kept at all.
         """
-        named = os.environ.get(VARIABLE)
-        if not wanted or named == "off":
-            return cls(None)
-        if named:
-            return cls(Path(named))
-        return cls(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attnforge"))
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.environ.get(VARIABLE) or os.path.join(home, "attnforge")
+        return cls(Path(folder) if wanted and folder != "off" else None)
 
     def get(self, about: Mapping[str, Any]) -> Path | None:
         """The folder of an entry, whole and unaltered; None where there is none. A damaged entry is removed.
@@ -256,25 +253,20 @@ class DeployCache:
         """
         if self._folder is None or sum(map(_size, files.values())) > self._limit:
             return
-        scratch: Scratch | None = None
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            scratch = Scratch(self._folder, ".", ".partial")
-            folder = scratch.path
-            for name, content in files.items():
-                if isinstance(content, bytes):
-                    (folder / name).write_bytes(content)
-                else:
-                    shutil.copyfile(content, folder / name)
-            sums = {name: sha256(folder / name) for name in files}
-            (folder / _SUMS).write_text(json.dumps(sums), encoding="ascii")
-            folder.rename(self._folder / key_of(about))
+            with Scratch(self._folder, ".", ".partial") as folder:
+                for name, content in files.items():
+                    if isinstance(content, bytes):
+                        (folder / name).write_bytes(content)
+                    else:
+                        shutil.copyfile(content, folder / name)
+                sums = {name: sha256(folder / name) for name in files}
+                (folder / _SUMS).write_text(json.dumps(sums), encoding="ascii")
+                folder.rename(self._folder / key_of(about))
             self._make_room()
         except OSError as error:  # a full disk, or another process that kept the same entry first
             log.info("nothing is kept in the cache %s: %s", self._folder, error)
-        finally:
-            if scratch is not None:
-                scratch.remove()
 
     def _make_room(self) -> None:
         """Remove the entries that were used longest ago until the limit holds; what is no entry is left alone."""

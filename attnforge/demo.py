@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 import typer
 from PIL import Image
 from rich.console import Console
@@ -28,7 +27,7 @@ from attnforge.arrays import Array
 from attnforge.atomic import write_whole
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
-from attnforge.input_files import image_to_input
+from attnforge.model.data import photographs
 from attnforge.model.digits import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.report import render
@@ -97,8 +96,7 @@ def real_example(name: str) -> Tensor:
     pixels, float32 from 0 to 1."""
     if name == "patch-attention-digits":
         return load_digits_split().test_images[:32]
-    pixels = np.asarray(_sample_photograph(), np.float32) / 255.0
-    return torch.from_numpy(pixels.transpose(2, 0, 1)[None].copy())
+    return photographs(224, 224)[:1]
 
 
 def deploy(name: str, precision: str, folder: Path, example: Tensor) -> Bundle:
@@ -178,7 +176,7 @@ def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | 
 
     The outputs are (tokens, features) float64; `reference` are eager's.
     """
-    tokens, row.median_ms = _timed(session, image_to_input(session.inputs[0], _sample_photograph()))
+    tokens, row.median_ms = _timed(session, photographs(224, 224)[:1].numpy().astype(session.inputs[0].dtype))
     tokens = tokens[0].astype(np.float64)
     reference = tokens if reference is None else reference
     cosine = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
@@ -193,18 +191,6 @@ def _timed(session: attnforge.Session, feed: Array) -> tuple[Array, str]:
     output: Array = session(feed)
     times = medians({session.backend: partial(session, feed)}, rounds=5, seconds=float("inf"))
     return output, f"{times[session.backend]:.1f}"
-
-
-def _sample_photograph() -> Image.Image:
-    """The middle of scikit-learn's sample photograph, 224 by 224."""
-    try:
-        from sklearn.datasets import load_sample_image
-    except ImportError as error:
-        raise UnavailableError("the demo's photograph is scikit-learn's; pip install attnforge[data]") from error
-    picture = Image.fromarray(load_sample_image("china.jpg"))
-    side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    return picture.crop((left, top, left + side, top + side)).resize((224, 224), Image.Resampling.BICUBIC)
 
 
 def _draw(lengths: Array, file: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line shows its help without pydantic, which takes a while to import
     from attnforge.certificate import Certificate
@@ -106,6 +107,24 @@ class UnfusedError(AttnforgeError):
 
 class UnavailableError(AttnforgeError):
     """A target or backend that this machine cannot build or run; the message says what would change that."""
+
+
+def extra(module: str, name: str) -> Any:
+    """A module that one of attnforge's extras brings.
+
+    Args:
+        module: its qualified name.
+        name: of the extra.
+
+    Raises:
+        UnavailableError: it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UnavailableError(
+            f"{module} cannot be imported ({first_line(error)}): pip install attnforge[{name}]"
+        ) from error
 
 
 class RunError(AttnforgeError):

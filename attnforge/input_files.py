@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import os
 import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.atomic import written_whole
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import InputError, first_line, shortened
+from attnforge.errors import InputError, raised_as, shortened
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -94,10 +94,7 @@ def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
     image = ImageOps.exif_transpose(image)
     height, width = (_fitting(dim, size) for dim, size in zip(spec.dims[2:], (image.height, image.width), strict=True))
     if image.mode in ("I", "F"):
-        raise InputError(
-            f"the image has numbers of 32 bits (mode {image.mode}), whose black and white nobody knows; scale them "
-            "yourself and give an .npy"
-        )
+        raise InputError(f"32-bit images (mode {image.mode}) have no defined range; scale it yourself and pass an .npy")
     deep = image.mode.startswith("I;16")
     image = Image.fromarray(np.asarray(image).astype(np.float32)) if deep else image.convert(_CHANNELS[channels])
     if image.size != (width, height):
@@ -117,14 +114,9 @@ def _fitting(dim: int | DimSpec, size: int) -> int:
 
 
 def _existing(name: str) -> Path:
-    file = Path(name)
-    try:
-        is_there = file.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        is_there = False
-    if not is_there:
+    if not os.path.isfile(name):  # nor is what no file can be called
         raise InputError(f"no file {shortened(name)!r}; give an .npy, an .npz or an image")
-    return file
+    return Path(name)
 
 
 def _read(spec: TensorSpec, file: Path) -> Array:
@@ -134,7 +126,8 @@ def _read(spec: TensorSpec, file: Path) -> Array:
                 return _array(spec, stream, file.stat().st_size, str(file))
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file, formats=_formats()) as image:
+            Image.init()  # registers what this Pillow reads
+            with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
                 return image_to_input(spec, image)
 
 
@@ -142,23 +135,14 @@ _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "PPM", "
 """Formats that Pillow reads by itself; for others, such as EPS, it starts programs."""
 
 
-@functools.cache
-def _formats() -> list[str]:
-    Image.init()  # registers what this Pillow reads
-    return [name for name in _FORMATS if name in Image.OPEN]
-
-
 @contextmanager
 def _read_from(file: Path) -> Iterator[None]:
     """A block that reads a file; whatever a library finds wrong with it becomes an InputError."""
-    try:
-        yield
-    except (InputError, MemoryError):
-        raise
-    except UnidentifiedImageError as error:
-        raise InputError(f"{file} is neither .npy, .npz nor an image that can be read") from error
-    except Exception as error:  # of NumPy, zipfile, zlib and Pillow, which have many kinds of them
-        raise InputError(f"{file} cannot be read: {shortened(first_line(error))}") from error
+    with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile, zlib and Pillow have many kinds of errors
+        try:
+            yield
+        except UnidentifiedImageError as error:
+            raise InputError(f"{file} is neither .npy, .npz nor an image that can be read") from error
 
 
 def _of_archive(file: Path, specs: Mapping[str, TensorSpec], beside: Collection[str]) -> dict[str, Array]:

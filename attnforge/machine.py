@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from attnforge.memory import cgroups
 from attnforge.records import Record
 from attnforge.version import __version__
 
@@ -85,16 +86,8 @@ def cpu_quota(root: Path = Path("/")) -> float:
     Args:
         root: of the file system.
     """
-    quotas = [math.inf]
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            controllers, name = line.split(":", 2)[1:]
-            for controller, files in _QUOTA_FILES.items():
-                if controller in controllers.split(","):
-                    mount = root / "sys/fs/cgroup" / controller
-                    own = mount / name.lstrip("/")  # absent in a container, which has its own as the mount
-                    quotas += [_quota(group, files) for group in (own, *own.parents) if group.is_relative_to(mount)]
-    return min(quotas)
+    quotas = [_quota(group, files) for controller, files in _QUOTA_FILES.items() for group in cgroups(controller, root)]
+    return min(quotas, default=math.inf)
 
 
 _QUOTA_FILES = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}

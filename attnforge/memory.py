@@ -47,18 +47,38 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def available() -> int | None:
+def available(root: Path = Path("/")) -> int | None:
     """Bytes that this process can still take: what the system has available, or less where a cgroup limits it; None
-    where the system does not say."""
-    left = [_told(Path("/proc/meminfo"), "MemAvailable:"), *(_of_group(*files) for files in _GROUP_FILES)]
+    where the system does not say.
+
+    Args:
+        root: of the file system.
+    """
+    left = [_told(root / "proc/meminfo", "MemAvailable:")]
+    for controller, (limit, used) in _GROUP_FILES.items():
+        left += [_left(group, limit, used) for group in cgroups(controller, root)]
     return min((size for size in left if size is not None), default=None)
 
 
-_GROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", ""),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "memory"),
-)
-"""The limit, the use and the statistics of a cgroup, and its controller: version 2, then version 1."""
+_GROUP_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+"""By a cgroup's controller, the files with its limit and its use: version 2, then version 1."""
+
+
+def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's cgroup and of those around it, of which each may limit it.
+
+    Args:
+        controller: of version 1, such as `cpu`; empty for version 2.
+        root: of the file system.
+    """
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            controllers, name = line.split(":", 2)[1:]
+            if controller in controllers.split(","):
+                mount = root / "sys/fs/cgroup" / controller
+                own = mount / name.lstrip("/")  # absent in a container, which has its own as the mount
+                return [group for group in (own, *own.parents) if group.is_relative_to(mount)]
+    return []
 
 
 def _told(file: Path, key: str) -> int | None:
@@ -69,15 +89,10 @@ def _told(file: Path, key: str) -> int | None:
     return None
 
 
-def _of_group(limit: str, used: str, statistics: str, controller: str) -> int | None:
-    """What the limit of this process's cgroup leaves; files that the system may drop from memory count as free."""
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
-        name = next(path for _, controllers, path in groups if controller in controllers.split(","))
-        root = Path("/sys/fs/cgroup", controller)
-        folder = root / name.lstrip("/") if (root / name.lstrip("/") / limit).exists() else root  # in a container
-        most, taken = (int((folder / file).read_text(encoding="ascii")) for file in (limit, used))
-        stats = dict(line.split() for line in (folder / statistics).read_text(encoding="ascii").splitlines())
+def _left(group: Path, limit: str, used: str) -> int | None:
+    """What the limit of a cgroup leaves; files that the system may drop from memory count as free."""
+    with suppress(OSError, ValueError):  # no such cgroup, or no limit ("max")
+        most, taken = (int((group / file).read_text(encoding="ascii")) for file in (limit, used))
+        stats = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
         return max(most - taken + int(stats.get("total_inactive_file", stats.get("inactive_file", 0))), 0)
-    except (OSError, ValueError, StopIteration):  # no such controller, or no limit ("max")
-        return None
+    return None

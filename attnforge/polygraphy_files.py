@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.errors import InputError, first_line, shortened
+from attnforge.errors import InputError, first_line, raised_as, shortened
 from attnforge.files import open_regular
 from attnforge.input_files import npy
 from attnforge.memory import available
@@ -139,10 +139,6 @@ def array_of(text: str, where: str) -> Array:
     Raises:
         InputError: it is none, or holds Python's objects.
     """
-    try:
+    with raised_as(InputError, f"{where} is no array that NumPy reads"):  # whose errors are of many kinds
         data = base64.b64decode(text, validate=True)
         return npy(io.BytesIO(data), len(data), where)
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:  # of NumPy and of Python's tokenizer, which have many kinds of them
-        raise InputError(f"{where} is no array that NumPy reads: {shortened(first_line(error))}") from error

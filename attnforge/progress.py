@@ -61,8 +61,7 @@ class Stages:
     """
 
     def __init__(self, listener: Listener, names: Sequence[str]) -> None:
-        if listener is None:
-            listener = Silent()
+        listener = listener or Silent()
         self.progress = listener if isinstance(listener, Progress) else StageNames(listener)
         self._names = list(names)
         self._begun: dict[str, float] = {}
@@ -105,7 +104,7 @@ class Steps:
     """
 
     def __init__(self, progress: Progress | None, total: float | None = None) -> None:
-        self._progress, self._total = progress, total
+        self._progress, self._total = progress or Silent(), total
         self._done: float = 0
 
     def begin(self, what: str, work: float = 1) -> None:
@@ -115,6 +114,5 @@ class Steps:
             what: the step works on.
             work: of the total that it is.
         """
-        if self._progress is not None:
-            self._progress.step(what, self._done, self._total)
+        self._progress.step(what, self._done, self._total)
         self._done += work

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from attnforge.bundle import Bundle
-from attnforge.errors import BundleError, UnavailableError, UsageError, first_line
+from attnforge.errors import BundleError, UsageError, extra, raised_as
 
 UNFINISHED = "\ufffd"
 """What a tokenizer shows for a letter of which some bytes are still to come."""
@@ -30,16 +30,9 @@ class Tokenizer:
             raise UsageError(
                 f"{bundle.path} has no tokenizer; give token ids (--ids), or deploy with a tokenizer.json (--tokenizer)"
             )
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError as error:
-            raise UnavailableError(f"tokenizers cannot be used here ({error}); pip install attnforge[hf]") from error
-        try:
-            self._library: Any = Library.from_str(bundle.read(decoding.tokenizer).decode())
-        except BundleError:
-            raise
-        except Exception as error:  # of the library, which has one class for every kind of nonsense
-            raise BundleError(f"{bundle.path / decoding.tokenizer} is no tokenizer: {first_line(error)}") from error
+        library = extra("tokenizers", "hf").Tokenizer
+        with raised_as(BundleError, f"{bundle.path / decoding.tokenizer} is no tokenizer"):
+            self._library: Any = library.from_str(bundle.read(decoding.tokenizer).decode())
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text."""

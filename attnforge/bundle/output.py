@@ -9,9 +9,9 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.atomic import exchange, new_folder, remove, rename_new, write_whole
@@ -19,7 +19,7 @@ from attnforge.bundle.reading import UNLISTED, Bundle, manifest_data, unlisted_t
 from attnforge.bundle.schema import MANIFEST, SIGNATURE, Manifest
 from attnforge.bundle.trust import signatures
 from attnforge.errors import BundleError, UsageError, first_line, shortened
-from attnforge.files import open_inside, sha256
+from attnforge.files import names_in, open_inside, sha256
 
 _OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
 """Files that file managers leave in folders, which nobody misses."""
@@ -60,15 +60,11 @@ def _why_not_replaced(folder: Path) -> str | None:
         is_empty = folder.is_dir() and not any(folder.iterdir())
         return None if is_empty else "exists and is no bundle"
     listed = {*(document["files"] if isinstance(document["files"], dict) else ()), *UNLISTED}
-    for place, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        for name in (*files, *links):
-            file = Path(place, name).relative_to(folder).as_posix()
-            if file not in listed and name not in _OF_THE_SYSTEM:
-                return f"holds {file!r}, which is not the bundle's"
-        if not os.access(place, os.W_OK | os.X_OK):
-            return "is a bundle that is read-only"
-    return None
+    for name in names_in(folder):
+        if name not in listed and PurePosixPath(name).name not in _OF_THE_SYSTEM:
+            return f"holds {name!r}, which is not the bundle's"
+    can_write = all(os.access(place, os.W_OK | os.X_OK) for place, _, _ in os.walk(folder))
+    return None if can_write else "is a bundle that is read-only"
 
 
 @contextmanager
@@ -120,20 +116,17 @@ def _check(target: Path, force: bool) -> None:
 def _put(folder: Path, target: Path, force: bool) -> None:
     """Rename a whole bundle to its place. What stands there now is looked at once more: it may have come meanwhile."""
     _check(target, force)
-    try:
-        if not os.path.lexists(target):
-            rename_new(folder, target)
-        elif not exchange(folder, target):
-            old = folder.with_suffix(".old")
-            target.rename(old)
-            try:
-                folder.rename(target)
-            except BaseException:
-                old.rename(target)
-                raise
-            remove(old)
-    except FileExistsError as error:
-        raise UsageError(f"{target} appeared while its bundle was made, and is left as it is") from error
+    if not os.path.lexists(target):
+        rename_new(folder, target)
+    elif not exchange(folder, target):
+        old = folder.with_suffix(".old")
+        target.rename(old)
+        try:
+            folder.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
+        remove(old)
 
 
 def _bring_back(target: Path) -> None:
@@ -194,38 +187,6 @@ def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str], *, force: 
 
 
 # --- what is made of bundles ------------------------------------------------------------------------------------------
-
-
-def new_place(out: Path) -> Path:
-    """The whole path of a folder that is to be made.
-
-    Raises:
-        UsageError: something is there, or nothing can be, or it is inside a bundle.
-    """
-    if os.path.lexists(target := place_of(out)):
-        raise UsageError(f"{target} exists; choose another folder")
-    return target
-
-
-@contextmanager
-def written(target: Path, put: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """A temporary folder that is moved to its place where the block ends, or else removed.
-
-    Args:
-        target: the place.
-        put: moves what is in the temporary folder into `target`, which is there; without, `target` is new.
-
-    Raises:
-        UsageError: it cannot be written, or something appeared there meanwhile.
-        BundleError: the disk is full.
-    """
-    is_apart = put is not None and os.stat(target.parent).st_dev != os.stat(target).st_dev
-    put = put or (lambda folder: rename_new(folder, target))
-    try:
-        with new_folder(target, put, parent=target if is_apart else None) as folder:
-            yield folder
-    except FileExistsError as error:
-        raise UsageError(f"{error.filename2 or error.filename} appeared meanwhile, and is left as it is") from error
 
 
 def copy(bundle: Bundle, name: str, to: Path) -> None:

@@ -117,11 +117,7 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or the file is missing or altered.
         """
-        self._listed(name)
-        self._make_sure_of(name, *self._beside(name))
-        if name.endswith(".onnx"):  # a library would follow the names in it wherever they lead
-            self._make_sure_of(*self._external(name))
-        return self.path / name
+        return self.path / self.model_files(name)[0]
 
     def read(self, name: str) -> bytes:
         """The content of a file of the bundle, read once and checked.
@@ -158,8 +154,8 @@ class Bundle:
         return self._root / name
 
     def model_files(self, name: str) -> list[str]:
-        """The files that an ONNX model of the bundle consists of, checked: its own first, then those that its weights
-        stand in, which have to lie beside it under these names.
+        """The files that a file of the bundle consists of, checked: its own first, then of an ONNX model those that its
+        weights stand in, which have to lie beside it under these names.
 
         Args:
             name: as the manifest lists it.
@@ -167,8 +163,11 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
         """
-        self.file(name)
-        return [name, *self._external(name)]
+        self._listed(name)
+        self._make_sure_of(name, *self._beside(name))
+        external = self._external(name) if name.endswith(".onnx") else []  # a library would follow them anywhere
+        self._make_sure_of(*external)
+        return [name, *external]
 
     def tensors(self, name: str) -> dict[str, Array]:
         """The arrays of a file of safetensors, by name, read once and checked.
@@ -359,9 +358,7 @@ def used(path: Path, how: str) -> Iterator[None]:
 def unlisted_text(path: Path, names: Sequence[str]) -> str:
     """A line about files that a manifest does not list."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"{path} holds files that its manifest does not list, so nobody vouches for them: {', '.join(names[:3])}{more}"
-    )
+    return f"{path} contains files not listed in its manifest: {', '.join(names[:3])}{more}"
 
 
 def _names_files(data: bytes | mmap.mmap) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
-from attnforge.errors import UnavailableError, UsageError, first_line
+from attnforge.errors import UsageError, extra
 
 TRUSTED = "ATTNFORGE_TRUSTED"
 """The variable of the environment with public keys, as PATH has folders."""
@@ -18,20 +17,13 @@ Trusted = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Literal[Fa
 anybody's where it is not set; of False anybody's."""
 
 
-def signatures() -> ModuleType:
+def signatures() -> Any:
     """What makes and checks signatures.
 
     Raises:
         UnavailableError: `attnforge[signing]` is not installed.
     """
-    try:
-        from attnforge.bundle import signatures as checked
-    except ImportError as error:
-        raise UnavailableError(
-            f"signatures are made and checked by model-signing, which cannot be imported ({first_line(error)}): "
-            "pip install attnforge[signing]"
-        ) from error
-    return checked
+    return extra("attnforge.bundle.signatures", "signing")  # which imports model-signing
 
 
 def keys_of(trusted: Trusted) -> tuple[Path, ...]:

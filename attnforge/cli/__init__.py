@@ -32,7 +32,8 @@ __all__ = ["app", "main", "out"]
 
 app = typer.Typer(
     name="attnforge",
-    help="Attention models from eager PyTorch to ONNX and TensorRT: the same function, still fused, and how fast.",
+    help="Deploy PyTorch attention models to ONNX Runtime, OpenVINO and TensorRT, and verify accuracy, fusion and "
+    "speed.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},

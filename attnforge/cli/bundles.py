@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import attnforge
 from attnforge.cli import printing
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Backends, BundleArgument, Json, TrustedKeys, check_unwritten
-from attnforge.cli.terminal import say_path, stages_shown
+from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys, check_unwritten
+from attnforge.cli.terminal import (
+    escape,
+    out,
+    print_table,
+    say,
+    say_path,
+    say_reasons,
+    stages_shown,
+)
 from attnforge.errors import UsageError
+from attnforge.report.render import error
+
+if TYPE_CHECKING:
+    from attnforge.export.diagnosis.diagnose import Diagnosis
+    from attnforge.runtime.parity.verify import Report
 
 
 def run(
     bundle: BundleArgument,
     inputs: Annotated[
-        list[str],
-        typer.Argument(help="One .npy, an image, or an .npz with every input by name; or name=file for each."),
+        list[str], typer.Argument(help="An .npy, an image, an .npz of inputs by name, or name=file for each input.")
     ],
-    out_file: Annotated[Path, typer.Option("--out", help="Where to write the outputs, as .npz.")] = Path("outputs.npz"),
-    backend: Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")] = "auto",
+    out_file: Annotated[Path, typer.Option("--out", help="Output file (.npz).")] = Path("outputs.npz"),
+    backend: Backend = "auto",
+    force: Force = False,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Build the TensorRT plan again where this machine cannot load it.")
+        bool, typer.Option("--rebuild", help="Rebuild the TensorRT plan where this machine cannot load it.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the outputs.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
@@ -58,7 +70,9 @@ def run(
     document = {"backend": session.backend, "seconds": seconds, "outputs": described, "written": str(out_file)}
 
     def view() -> None:
-        printing.print_outputs(described)
+        for name, output in described.items():
+            line = f"{name}: {output['dtype']}{output['shape']}"
+            say(line if output["finite"] else f"{line} with NaN or infinity", None if output["finite"] else "red")
         say_path(f"ran on {session.backend} in {1e3 * seconds:.1f} ms; written to", out_file)
 
     return Answer(document, view)
@@ -67,27 +81,21 @@ def run(
 def verify(
     bundle: BundleArgument,
     backend: Backends = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Measure the task too, on the bundle's real data: accuracy or cosine.")
-    ] = None,
-    least: Annotated[float | None, typer.Option(help="What the metric must reach; by default about float64's.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
+    force: Force = False,
+    metric: Annotated[str | None, typer.Option(help="Task metric on the bundle's data: accuracy or cosine.")] = None,
+    least: Annotated[float | None, typer.Option(help="Minimum value of the metric (default: about float64's).")] = None,
     results: Annotated[
         Path | None,
-        typer.Option(
-            help="Run nothing, and judge what this file of polygraphy run --save-outputs holds, whose inputs were "
-            "those of package --for polygraphy. A --backend says whose model was run."
-        ),
+        typer.Option(help="Check outputs saved by `polygraphy run --save-outputs` instead of running the bundle."),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the page.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
-    """Hold every backend that this machine can run to the parity budget, against eager in float64.
+    """Check every available backend against a float64 reference.
 
     Needs the bundle alone: no torch, no source. Exits with 1 where a backend misses the budget or none could run.
-
-    Example: `attnforge verify vit-fp16`
+    With --results, --backend names the model that Polygraphy ran.
 
     Example: `attnforge verify vit-fp16 --html vit-fp16.html`
 
@@ -115,7 +123,7 @@ def verify(
             write_page(report, attnforge.Bundle(bundle, trusted=trusted), html, force=force)
 
     def view() -> None:
-        printing.print_report(report)
+        _print_report(report)
         if html is not None:
             say_path("page", html)
 
@@ -126,15 +134,15 @@ def diagnose(
     bundle: BundleArgument,
     backend: Backends = None,
     case: Annotated[
-        str | None, typer.Option(help="The case to examine; by default the one that fails, or errs most.")
+        str | None, typer.Option(help="Case to examine (default: the one that fails, or errs most).")
     ] = None,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Where to write the files that reproduce a wrong rewrite.")
+        Path | None, typer.Option("--out", help="Folder for the files that reproduce a wrong rewrite.")
     ] = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
-    """Say where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
+    """Find where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
 
     Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
     made from, or a tensor is to blame for more than rounding, even if all of it is within the budget. Numbers that a
@@ -145,7 +153,7 @@ def diagnose(
     with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
         diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder, trusted=trusted)
-    return Answer(diagnosis.model_dump(), lambda: printing.print_diagnosis(diagnosis), diagnosis.healthy)
+    return Answer(diagnosis.model_dump(), lambda: _print_diagnosis(diagnosis), diagnosis.healthy)
 
 
 def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json = False) -> Answer:
@@ -159,11 +167,11 @@ def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json =
 
 def sign(
     bundle: BundleArgument,
-    key: Annotated[Path, typer.Option("--key", help="A .pem file with a private key of an elliptic curve.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a signature.")] = False,
+    key: Annotated[Path, typer.Option("--key", help="Private key of an elliptic curve (.pem).")],
+    force: Force = False,
     as_json: Json = False,
 ) -> Answer:
-    """Sign a bundle, so that others can tell whose it is: writes `model.sig` into it.
+    """Sign a bundle: write `model.sig` into it.
 
     `openssl ecparam -name prime256v1 -genkey -noout -out my.key` makes a key, and `openssl ec -in my.key -pubout -out
     my.pub` the public one, which others pass as `--trusted my.pub`. Needs `attnforge[signing]`, and no network.
@@ -172,3 +180,73 @@ def sign(
     """
     file = attnforge.sign(bundle, key, force=force)
     return Answer({"bundle": str(bundle), "signature": str(file)}, lambda: say_path("signed", file))
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _print_report(report: Report) -> None:
+    """Print what a verification measured, one backend a row, and every failure."""
+    head = ("backend", "", "error", "eager's", "budget", "worst case", "cases")
+    rows = [
+        (
+            name,
+            "[green]passed[/]" if backend.passed else "[red]FAILED[/]",
+            error(backend.error),
+            error(backend.eager_error),
+            error(backend.budget),
+            escape(backend.case),
+            str(backend.cases),
+        )
+        for name, backend in report.backends.items()
+    ]
+    print_table(head, rows, words=2, wraps=5)
+    for name, backend in report.backends.items():
+        for output, figures in backend.outputs.items():
+            say(f"{name} {figures.text(output)}", "dim")
+        if backend.metric is not None:
+            say(f"{name} {backend.metric.text()}")
+    for name, backend in report.backends.items():
+        for failure in backend.failures:
+            say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
+            if failure.worst is not None:
+                say(failure.worst.text(failure.output), indent=2)
+        if backend.reason is not None:
+            say(f"{name} {backend.reason}", "red")
+    for warning in report.warnings:
+        say(warning, "yellow")
+    say_reasons(report.skipped, "{} did not run", "dim")
+    say(f"held against {report.reference}, and against float64", "dim")
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print where a deployment first goes wrong, and the tensors whose errors grow most."""
+    finding = diagnosis.finding
+    is_note = diagnosis.healthy and finding.cause == "clipping"
+    say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
+    if finding.line is not None:
+        say(finding.line, indent=2)
+    if finding.error_without is not None and diagnosis.error is not None:
+        without, final = error(finding.error_without), error(diagnosis.error)
+        say(f"with this tensor exact, the final error is {without}, not {final}", indent=2)
+    for file in finding.reproduction:
+        out.print(f"  written: {escape(file)}", soft_wrap=True)
+    rows = [
+        (
+            f"{tensor.largest:.3g}",
+            _error_or_lost(tensor.error_in),
+            _error_or_lost(tensor.error),
+            f"{tensor.amplification or 0:.1f}",
+            f"{escape(tensor.operator)} {escape(tensor.tensor.removeprefix(f'{tensor.module}/'))}\n"
+            f"[dim]{escape(tensor.module)}[/]",
+        )
+        for tensor in diagnosis.tensors
+    ]
+    print_table(("largest", "error in", "error", "times", "tensor and module"), rows, words=0, wraps=4)
+    say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
+    same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
+    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
+
+
+def _error_or_lost(number: float | None) -> str:
+    return "lost" if number is None else error(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,105 +10,93 @@ import typer
 
 from attnforge.cli import printing
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Json, archives, pairs, ranges
+from attnforge.cli.options import Force, Json, archives, pairs, ranges
 from attnforge.cli.terminal import stages_shown
 from attnforge.errors import UnfusedError, plain
+
+Texts = list[str] | None
+
+_Source = partial(typer.Option, rich_help_panel="Source")
+_Accuracy = partial(typer.Option, rich_help_panel="Precision and accuracy")
+_Decoder = partial(typer.Option, rich_help_panel="Decoders")
+_TensorRT = partial(typer.Option, rich_help_panel="TensorRT")
+_Work = partial(typer.Option, rich_help_panel="Measuring and reuse")
 
 
 def deploy(
     model: Annotated[
         str,
         typer.Argument(
-            help="A registered name, package.module:function, hf:FOLDER, or an .onnx or .pt2 file.",
-            show_default=False,
+            help="A registered name, package.module:function, hf:FOLDER, or an .onnx or .pt2 file.", show_default=False
         ),
     ],
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write; by default MODEL-PRECISION.")
-    ] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Bundle folder (default: MODEL-PRECISION).")] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="fp32, tf32, fp16, bf16, int8, fp8, int4, or auto, auto-int8, … to choose; a file's own."),
+        typer.Option(
+            help="fp32, tf32, fp16, bf16, int8, fp8, int4, auto, auto-int8, … (default: fp32, or a file's own)."
+        ),
     ] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeat. All by default.")
+        Texts, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that can be built).")
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="An option of the model, as name=value; repeat.")
-    ] = None,
-    dim: Annotated[
-        list[str] | None, typer.Option(help="Range of a file's dynamic dim, as name=min:opt:max; repeat.")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="A safetensors file with the model's weights.")] = None,
-    compute_capability: Annotated[
-        list[str] | None,
-        typer.Option(help="What the TensorRT-RTX plan is for (SM89, CURRENT, …); repeat. Portable by default."),
-    ] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(help="A further TensorRT profile, as name=min:opt:max,name=…; repeat."),
-    ] = None,
-    attention_precision: Annotated[
-        str | None, typer.Option(help="fp16 or bf16: of attention alone, in TensorRT plans of fp32 and tf32 models.")
-    ] = None,
+    option: Annotated[Texts, typer.Option("--option", "-o", help="Model option, as name=value; repeatable.")] = None,
     require_fused: Annotated[
-        list[str] | None,
-        typer.Option(help="A target that must run every attention site fused; repeat. Else nothing is written."),
+        Texts, typer.Option(help="Fail unless this target fuses every attention site; repeatable.")
     ] = None,
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            help="The relative error allowed to auto, int8, fp8, int4; by default twice fp16 eager's for auto."
-        ),
-    ] = None,
-    data: Annotated[
-        bool, typer.Option(help="Keep the model's real inputs, where it has some, as further cases to verify.")
-    ] = True,
-    calibrate: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Real inputs, instead of the model's: an .npz with each by name, and labels, or a folder; repeat."
-        ),
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="accuracy or cosine: what measures the task on that data.")] = None,
-    least: Annotated[float | None, typer.Option(help="What the metric must reach.")] = None,
-    tune: Annotated[
-        bool,
-        typer.Option(help="Measure here which form of attention ONNX Runtime's CPU runs fastest; else rules choose."),
-    ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a bundle.")] = False,
-    cache: Annotated[
-        bool,
-        typer.Option(help="Reuse plans, reference outputs and measurements of an earlier deploy of the same model."),
-    ] = True,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Make steps of a decoder of a causal model, with caches of keys and values for so many tokens."
-        ),
-    ] = None,
-    cache_precision: Annotated[
-        str | None,
-        typer.Option(help="int8: of the caches, by ranges of real inputs, within --max-error or --least."),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="A tokenizer.json that the bundle keeps, for generate; by default the model's own."),
-    ] = None,
+    force: Force = False,
+    weights: Annotated[Path | None, _Source(help="safetensors file with the model's weights.")] = None,
+    dim: Annotated[Texts, _Source(help="Range of a file's dynamic dim, as name=min:opt:max; repeatable.")] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Let weights be random that an hf: folder with others lacks.")
+        bool, _Source("--random-weights", help="Allow random values for weights that an hf: folder lacks.")
     ] = False,
     trust_source: Annotated[
-        bool,
-        typer.Option("--trust-source", help="Read a .pt2 file, from which torch may run code with your permissions."),
+        bool, _Source("--trust-source", help="Read a .pt2 file, which may run code with your permissions.")
     ] = False,
-    max_eager_error: Annotated[
+    calibrate: Annotated[
+        list[Path] | None,
+        _Accuracy(help="Real inputs (and labels) by name, instead of the model's: an .npz or a folder; repeatable."),
+    ] = None,
+    metric: Annotated[str | None, _Accuracy(help="Task metric on the real inputs: accuracy or cosine.")] = None,
+    least: Annotated[float | None, _Accuracy(help="Minimum value of the metric.")] = None,
+    max_error: Annotated[
         float | None,
-        typer.Option(help="Relative error of eager against float64 beyond which nothing is proved (default: 0.1)."),
+        _Accuracy(
+            help="Maximum relative error for auto and quantised precisions (auto's default: twice fp16 eager's error)."
+        ),
+    ] = None,
+    data: Annotated[bool, _Accuracy(help="Keep the model's real inputs, where it has some, as further cases.")] = True,
+    max_eager_error: Annotated[
+        float | None, _Accuracy(help="Relative error of eager beyond which nothing is proved (default: 0.1).")
     ] = None,
     keep_wrong: Annotated[
-        bool, typer.Option("--keep-wrong", help="Write the bundle even if no backend computes what the model does.")
+        bool, _Accuracy("--keep-wrong", help="Write the bundle even if no backend computes the right result.")
     ] = False,
+    cache_tokens: Annotated[
+        int | None,
+        _Decoder(help="Deploy a causal model as a decoder step with a KV cache of this many tokens."),
+    ] = None,
+    cache_precision: Annotated[
+        str | None, _Decoder(help="KV-cache precision (int8). Needs --calibrate, and --max-error or --metric.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, _Decoder(help="tokenizer.json that the bundle keeps for generate (default: the model's own).")
+    ] = None,
+    profile: Annotated[
+        Texts, _TensorRT(help="Further optimization profile, as name=min:opt:max,name=…; repeatable.")
+    ] = None,
+    compute_capability: Annotated[
+        Texts, _TensorRT(help="GPUs of the TensorRT-RTX plan: SM89, CURRENT, …; repeatable (default: portable).")
+    ] = None,
+    attention_precision: Annotated[
+        str | None, _TensorRT(help="Precision of attention alone, in plans of fp32 and tf32 models: fp16 or bf16.")
+    ] = None,
+    tune: Annotated[
+        bool, _Work(help="Time ONNX Runtime's forms of attention on this machine, instead of choosing by rules.")
+    ] = True,
+    cache: Annotated[
+        bool, _Work(help="Reuse plans, reference outputs and measurements of earlier deploys of the same model.")
+    ] = True,
     as_json: Json = False,
 ) -> Answer:
     """Export a model, lower it for every target and write a bundle.
@@ -117,23 +106,7 @@ def deploy(
 
     Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
 
-    Example: `attnforge deploy my_models:encoder -o num_layers=6 --target onnxruntime`
-
-    Example: `attnforge deploy vit --precision auto --require-fused tensorrt_rtx`
-
-    Example: `attnforge deploy patch-attention-digits --precision auto --metric accuracy`
-
-    Example: `attnforge deploy patch-attention-digits --precision int8 --metric accuracy --least 0.97`
-
-    Example: `attnforge deploy hf:all-MiniLM-L6-v2 --precision auto-int8 --max-error 0.1 --calibrate sentences/`
-
-    Example: `attnforge deploy hf:my-llama --precision fp16 --cache-tokens 2048`
-
-    Example: `attnforge deploy vit --profile batch=1:1:1 --profile batch=8:8:8`
-
-    Example: `attnforge deploy hf:all-MiniLM-L6-v2 -o attention=eager -o max_tokens=128`
-
-    Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision fp16`
+    Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision auto`
     """
     from attnforge.bundle import check_place
     from attnforge.export.deploy import deploy as deploy_model

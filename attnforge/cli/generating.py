@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from typing import Annotated
 
 import typer
 
 import attnforge
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import BundleArgument, Json, TrustedKeys, whole_numbers
+from attnforge.cli.options import Backend, BundleArgument, Json, TrustedKeys, whole_numbers
 from attnforge.cli.terminal import out, say
 from attnforge.errors import UsageError, plain
+
+_Sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 MOST = 64
 """Tokens that are generated where nobody says how many."""
@@ -20,27 +24,23 @@ MOST = 64
 
 def generate(
     bundle: BundleArgument,
-    text: Annotated[str | None, typer.Argument(help="What to go on from, as the bundle's tokenizer reads it.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Token ids instead of a text, as 1,2,3.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Prompt, encoded by the bundle's tokenizer.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Prompt as token ids, comma-separated.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="How many tokens at most; by default 64, or what the cache has room for.")
+        int | None, typer.Option(help="Maximum number of new tokens (default: 64, or what the cache has room for).")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token; 1 draws from the model's own.")
-    ] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    stop: Annotated[str | None, typer.Option(help="Ids behind which the text ends, as 2,3; the bundle's own.")] = None,
-    backend: Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")] = "auto",
+    backend: Backend = "auto",
     trusted: TrustedKeys = None,
     as_json: Json = False,
+    temperature: Annotated[float, _Sampling(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, _Sampling(help="Sample from this many of the most likely tokens.")] = None,
+    top_p: Annotated[float | None, _Sampling(help="Sample from the most likely tokens of this probability.")] = None,
+    seed: Annotated[int, _Sampling(help="Random seed for sampling.")] = 0,
+    stop: Annotated[str | None, _Sampling(help="Stop token ids, comma-separated (default: the bundle's).")] = None,
 ) -> Answer:
-    """Let a decoder go on with a text, and print its tokens as they come.
+    """Generate text from a decoder bundle and stream it.
 
     The bundle was deployed with --cache-tokens. Without a tokenizer, tokens are given and printed as ids.
-
-    Example: `attnforge generate digits.bundle 7`
 
     Example: `attnforge generate llama-fp16 "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95`
 
@@ -76,18 +76,13 @@ def generate(
                 chosen.append(int(token[0]))
                 yield chosen[-1]
 
-        if as_json:
-            for _ in following():
-                pass
-        elif tokenizer is None:
-            for token in following():
-                out.print(token, end=" ", markup=False)
-            out.print()
+        if tokenizer is None:
+            pieces: Iterator[str] = (f"{token} " for token in following())
         else:
-            out.print(plain_text(tokenizer.text(prompt)), end="", markup=False, soft_wrap=True)
-            for piece in tokenizer.stream(prompt, following()):
+            pieces = chain([tokenizer.text(prompt)], tokenizer.stream(prompt, following()))
+        for piece in chain(pieces, "\n"):
+            if not as_json:
                 out.print(plain_text(piece), end="", markup=False, soft_wrap=True)
-            out.print()
         seconds = time.perf_counter() - start
     rate = (len(chosen) - 1) / (seconds - first) if seconds > first and len(chosen) > 1 else None
     document = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 
-from attnforge.cli import printing
 from attnforge.cli.answers import Answer
 from attnforge.cli.options import Json
+from attnforge.cli.terminal import escape, out, print_table, say
+from attnforge.version import __version__
 
 
 def models(as_json: Json = False) -> Answer:
@@ -19,19 +20,24 @@ def models(as_json: Json = False) -> Answer:
 
     from attnforge.model.registry import MODELS
 
-    listing = {
-        name: {
-            "system": model.system,
-            "summary": model.summary,
-            "options": list(inspect.signature(model.make).parameters),
-        }
+    options = {name: list(inspect.signature(model.make).parameters) for name, model in MODELS.items()}
+
+    def view() -> None:
+        for name, model in MODELS.items():
+            out.print(f"[bold]{escape(name)}[/]" + (f" [dim]{escape(model.system)}[/]" if model.system else ""))
+            say(model.summary, indent=2)
+            if options[name]:
+                say(f"options: {', '.join(options[name])}", "dim", indent=2)
+
+    document = {
+        name: {"system": model.system, "summary": model.summary, "options": options[name]}
         for name, model in MODELS.items()
     }
-    return Answer(listing, lambda: printing.print_models(listing))
+    return Answer(document, view)
 
 
 def doctor(as_json: Json = False) -> Answer:
-    """Say what this machine can build and run, and what to install for the rest.
+    """Show what this machine can build and run, and what to install for the rest.
 
     Example: `attnforge doctor`
     """
@@ -39,11 +45,19 @@ def doctor(as_json: Json = False) -> Answer:
     from attnforge.machine import cuda_devices, tool_versions
     from attnforge.runtime.backends.registry import BACKENDS, why_not_here
 
-    report = {  # of every target and backend None, or why not and what would change that
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {cuda_devices()} CUDA devices",
-        "packages": tool_versions(),
-        "build": {target: why_not_buildable(target) for target in TARGETS},
-        "run": {backend: why_not_here(backend) for backend in BACKENDS},
-    }
-    return Answer(report, lambda: printing.print_examination(report))
+    python, packages = platform.python_version(), tool_versions()
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {cuda_devices()} CUDA devices"
+    build = {target: why_not_buildable(target) for target in TARGETS}  # None, or why not and what would change that
+    run = {backend: why_not_here(backend) for backend in BACKENDS}
+
+    def view() -> None:
+        say(f"attnforge {__version__}, Python {python}, {machine}")
+        rows = [
+            (f"{what} {name}", "[green]yes[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
+            for what, reasons in (("build", build), ("run", run))
+            for name, reason in reasons.items()
+        ]
+        print_table(("", "", ""), rows, words=3, wraps=2)
+        say("packages: " + ", ".join(f"{name} {version}" for name, version in packages.items()))
+
+    return Answer({"python": python, "machine": machine, "packages": packages, "build": build, "run": run}, view)

@@ -11,17 +11,18 @@ import typer
 from attnforge.atomic import check_writable
 from attnforge.errors import UsageError
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-BundleArgument = Annotated[Path, typer.Argument(help="Folder of a bundle.", show_default=False)]
-Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="A backend; repeat for several.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+BundleArgument = Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)]
+Backend = Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Backend by name; repeatable.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
 
 TrustedKeys = Annotated[
     list[Path] | None,
     typer.Option(
         "--trusted",
         metavar="KEY",
-        help="Open only what the owner of this public key has signed; repeat for several. By default those that "
-        "ATTNFORGE_TRUSTED names.",
+        help="Public key that must have signed the bundle; repeatable (default: those of ATTNFORGE_TRUSTED).",
     ),
 ]
 
@@ -100,8 +101,5 @@ def check_unwritten(file: Path | None, force: bool) -> None:
     Raises:
         UsageError: the file exists and `force` is not given, or it cannot be written.
     """
-    if file is None:
-        return
-    check_writable(file)
-    if file.exists() and not force:
-        raise UsageError(f"{file} exists; choose another file with --out, or overwrite it with --force")
+    if file is not None:
+        check_writable(file, force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,78 +18,53 @@ if TYPE_CHECKING:
 
 FORMS = ("triton", "polygraphy")
 
-OF_ALL = {"bundle", "form", "out_folder", "trusted", "as_json"}
-"""Parameters that every form takes; the others are Triton's."""
+_Model = partial(typer.Option, rich_help_panel="Triton: the model")
+_Batching = partial(typer.Option, rich_help_panel="Triton: batching")
 
 
 def package(
     context: typer.Context,
-    bundle: Annotated[list[Path], typer.Argument(help="Folder of a bundle, or of several.", show_default=False)],
-    form: Annotated[str, typer.Option("--for", help="triton, or polygraphy.", show_default=False)],
+    bundle: Annotated[list[Path], typer.Argument(help="Bundle folders.", show_default=False)],
+    form: Annotated[str, typer.Option("--for", help="triton or polygraphy.", show_default=False)],
     out_folder: Annotated[
-        Path, typer.Option("--out", help="The model repository; for polygraphy a new folder.", show_default=False)
+        Path, typer.Option("--out", help="Model repository, or new folder for Polygraphy.", show_default=False)
     ],
-    backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            "-b",
-            help="Triton's: python (a Session of the bundle), onnxruntime (its model) or tensorrt (its plans).",
-        ),
-    ] = "python",
-    version: Annotated[
-        int | None, typer.Option(help="Number of the version; needed where the repository exists. By default 1.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the model; by default its name and precision.")] = None,
-    session: Annotated[str, typer.Option(help="Backend of the Session: auto, or one by name.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of an instance on the CPU; by default one for each processor.")
-    ] = None,
-    instances: Annotated[int, typer.Option(help="How many are loaded, each in memory of its own.")] = 1,
-    kind: Annotated[str, typer.Option(help="Where instances run: cpu, gpu, or auto (GPUs where there are some).")] = (
-        "auto"
-    ),
-    max_batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Samples that Triton joins at most, 0 for none; by default as many as the bundle takes.",
-            show_default=False,
-        ),
-    ] = None,
-    preferred: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of samples that Triton prefers to join, as 8,16; by default the largest that costs no more "
-            "a sample than any other here, which is measured.",
-            show_default=False,
-        ),
-    ] = None,
-    max_delay: Annotated[int, typer.Option(help="Microseconds that a request may wait for others.")] = 0,
-    server_tensorrt: Annotated[
-        str | None, typer.Option(help="The server's TensorRT, such as 10.7, for plans.", show_default=False)
-    ] = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
+    backend: Annotated[
+        str, _Model("--backend", "-b", help="python (a Session), onnxruntime (the model) or tensorrt (the plans).")
+    ] = "python",
+    version: Annotated[int | None, _Model(help="Version to add to an existing repository (default: 1).")] = None,
+    name: Annotated[str | None, _Model(help="Model name (default: NAME-PRECISION of the bundle).")] = None,
+    session: Annotated[str, _Model(help="Backend of the Session: auto, or one by name.")] = "auto",
+    threads: Annotated[int | None, _Model(help="Threads of a CPU instance (default: one per processor).")] = None,
+    instances: Annotated[int, _Model(help="Number of instances, each with its own weights.")] = 1,
+    kind: Annotated[str, _Model(help="Where instances run: cpu, gpu or auto.")] = "auto",
+    server_tensorrt: Annotated[str | None, _Model(help="TensorRT version of the server, such as 10.7.")] = None,
+    max_batch: Annotated[
+        int | None, _Batching(help="Maximum number of joined samples, 0 for none (default: all that the bundle takes).")
+    ] = None,
+    preferred: Annotated[
+        str | None, _Batching(help="Preferred numbers of joined samples, comma-separated (default: measured here).")
+    ] = None,
+    max_delay: Annotated[int, _Batching(help="Microseconds that a request may wait for others.")] = 0,
 ) -> Answer:
-    """Write bundles as models that a server serves: a Triton model repository, whole or not at all. Or write one as
-    what Polygraphy compares with: inputs, float64 outputs, and a function that holds results to the bundle's budget.
+    """Create a Triton model repository, or a Polygraphy comparison folder.
 
     Triton joins requests along the batch, where a run here shows that samples of a batch do not meet. Ordinary
-    reference cases become warm-up requests, so a model that is READY has run them.
+    reference cases become warm-up requests, so a model that is READY has run them. The folder for Polygraphy has
+    inputs, float64 outputs, and a function that checks results against the bundle's budget.
 
     Example: `attnforge package vit-fp16 --for triton --out repository`
 
-    Example: `attnforge package vit-fp16 --for triton --out repository --version 2`
-
-    Example: `attnforge package vit-fp32 --for triton --out repository --backend onnxruntime --max-delay 500`
-
-    Example: `attnforge package vit-fp16 --for polygraphy --out held`
+    Example: `attnforge package vit-fp16 --for polygraphy --out comparison`
     """
     check_known("form", form, FORMS)
     if form == "polygraphy":
         for parameter in context.command.params:
             source = context.get_parameter_source(parameter.name or "")
-            if parameter.name not in OF_ALL and source is not None and source.name == "COMMANDLINE":
+            in_panel = getattr(parameter, "rich_help_panel", None) is not None  # as Triton's options alone are
+            if in_panel and source is not None and source.name == "COMMANDLINE":
                 raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
         return _for_polygraphy(bundle, out_folder, trusted, as_json)
     from attnforge.serving.triton.options import Packaging

@@ -6,42 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Column
-
-from attnforge.cli.terminal import escape, name_column, number_column, out, print_table, say, say_reasons
+from attnforge.cli.terminal import escape, out, print_table, say, say_reasons
 from attnforge.report.render import by_reason, error, interval, percent, rounded, sizes_text
-from attnforge.version import __version__
 
 if TYPE_CHECKING:
     from attnforge.bench.results import Contender, DecodingResults, Environment, Model, Results
     from attnforge.bundle import Bundle, Certificate, Manifest, Quantised, QuantisedProduct, SiteRecord, TargetRecord
     from attnforge.certificate import SiteMask
-    from attnforge.export.diagnosis.diagnose import Diagnosis
-    from attnforge.runtime.parity.verify import Report
-
-
-# --- models and machines ----------------------------------------------------------------------------------------------
-
-
-def print_models(models: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print name, system, summary and options of every registered model."""
-    for name, model in models.items():
-        out.print(f"[bold]{escape(name)}[/]" + (f" [dim]{escape(model['system'])}[/]" if model["system"] else ""))
-        say(model["summary"], indent=2)
-        if model["options"]:
-            say(f"options: {', '.join(model['options'])}", "dim", indent=2)
-
-
-def print_examination(report: Mapping[str, Any]) -> None:
-    """Print what this machine can build and run, and why not the rest."""
-    say(f"attnforge {__version__}, Python {report['python']}, {report['machine']}")
-    rows = [
-        (f"{what} {name}", "[green]yes[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
-        for what in ("build", "run")
-        for name, reason in report[what].items()
-    ]
-    print_table([name_column(), name_column(), Column()], rows)
-    say("packages: " + ", ".join(f"{name} {version}" for name, version in report["packages"].items()))
 
 
 # --- a bundle ---------------------------------------------------------------------------------------------------------
@@ -223,84 +194,6 @@ def _first_of(texts: Sequence[str | None]) -> str:
     return (texts[0] or "") + (" (the first site's numbers; the others differ)" if differ else "")
 
 
-# --- runs and verification --------------------------------------------------------------------------------------------
-
-
-def print_outputs(outputs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print dtype and shape of a run's outputs, and whether all their numbers are finite."""
-    for name, output in outputs.items():
-        line = f"{name}: {output['dtype']}{output['shape']}"
-        say(line if output["finite"] else f"{line} with NaN or infinity", None if output["finite"] else "red")
-
-
-def print_report(report: Report) -> None:
-    """Print what a verification measured, one backend a row, and every failure."""
-    columns = [name_column("backend"), name_column(), *map(number_column, ("error", "eager's", "budget"))]
-    rows = [
-        (
-            name,
-            "[green]passed[/]" if backend.passed else "[red]FAILED[/]",
-            error(backend.error),
-            error(backend.eager_error),
-            error(backend.budget),
-            escape(backend.case),
-            str(backend.cases),
-        )
-        for name, backend in report.backends.items()
-    ]
-    print_table([*columns, Column("worst case"), number_column("cases")], rows)
-    for name, backend in report.backends.items():
-        for output, figures in backend.outputs.items():
-            say(f"{name} {figures.text(output)}", "dim")
-        if backend.metric is not None:
-            say(f"{name} {backend.metric.text()}")
-    for name, backend in report.backends.items():
-        for failure in backend.failures:
-            say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
-            if failure.worst is not None:
-                say(failure.worst.text(failure.output), indent=2)
-        if backend.reason is not None:
-            say(f"{name} {backend.reason}", "red")
-    for warning in report.warnings:
-        say(warning, "yellow")
-    say_reasons(report.skipped, "{} did not run", "dim")
-    say(f"held against {report.reference}, and against float64", "dim")
-
-
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print where a deployment first goes wrong, and the tensors whose errors grow most."""
-    finding = diagnosis.finding
-    is_note = diagnosis.healthy and finding.cause == "clipping"
-    say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
-    if finding.line is not None:
-        say(finding.line, indent=2)
-    if finding.error_without is not None and diagnosis.error is not None:
-        without, final = error(finding.error_without), error(diagnosis.error)
-        say(f"with this tensor exact, the final error is {without}, not {final}", indent=2)
-    for file in finding.reproduction:
-        out.print(f"  written: {escape(file)}", soft_wrap=True)
-    columns = [*map(number_column, ("largest", "error in", "error", "times")), Column("tensor and module")]
-    rows = [
-        (
-            f"{tensor.largest:.3g}",
-            _error_or_lost(tensor.error_in),
-            _error_or_lost(tensor.error),
-            f"{tensor.amplification or 0:.1f}",
-            f"{escape(tensor.operator)} {escape(tensor.tensor.removeprefix(f'{tensor.module}/'))}\n"
-            f"[dim]{escape(tensor.module)}[/]",
-        )
-        for tensor in diagnosis.tensors
-    ]
-    print_table(columns, rows)
-    say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
-    same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
-    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
-
-
-def _error_or_lost(number: float | None) -> str:
-    return "lost" if number is None else error(number)
-
-
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
@@ -327,13 +220,9 @@ def _contender(name: str, ours: bool) -> str:
 def _print_model(model: Model) -> None:
     at = escape(sizes_text(model.sizes, "fixed sizes"))
     out.print(f"[bold]{escape(model.name)}[/] at {at}, {_turns(model)}", soft_wrap=True)
-    titles = ("median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
+    head = ("contender", "median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
     ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
-    print_table(
-        [name_column("contender"), *map(number_column, titles)],
-        [_contender_row(contender) for contender in ordered],
-        gap=1,
-    )
+    print_table(head, [_contender_row(contender) for contender in ordered], gap=1)
     say("← what auto loads; ratios are to it, at the same precision", "dim")
     say_reasons(model.wrong, "{} was not timed, for its answer is wrong", "red")
     for contender in model.contenders:
@@ -367,7 +256,7 @@ def print_decoding(results: DecodingResults) -> None:
     """Print how a bundle and its peers decode: a table for every context, then first tokens and memory."""
     samples = "" if results.batch == 1 else f", {results.batch} samples at once"
     out.print(f"[bold]{escape(results.model)}[/] {results.precision}{samples}, {_turns(results)}", soft_wrap=True)
-    titles = ("ms a\ntoken", "95%", "tokens\na second", "ratio", "of\nlimit", "error")
+    head = ("contender", "ms a\ntoken", "95%", "tokens\na second", "ratio", "of\nlimit", "error")
     for context in results.contexts:
         timed = [(step, c) for c in results.contenders if (step := c.at(context)) is not None]
         timed.sort(key=lambda pair: pair[0].latency.median.value)
@@ -387,7 +276,7 @@ def print_decoding(results: DecodingResults) -> None:
             )
             for step, contender in timed
         ]
-        print_table([name_column("contender"), *map(number_column, titles)], rows, gap=1)
+        print_table(head, rows, gap=1)
     _print_first_tokens(results)
     say_reasons(results.wrong, "{} was not timed, for its answer is wrong", "red")
     for contender in results.contenders:
@@ -410,5 +299,5 @@ def _print_first_tokens(results: DecodingResults) -> None:
         )
         for contender in results.contenders
     ]
-    titles = [*(f"{prompt:,}" for prompt in results.prompts), "bytes\na step"]
-    print_table([name_column("contender"), *map(number_column, titles)], rows, gap=1)
+    head = ["contender", *(f"{prompt:,}" for prompt in results.prompts), "bytes\na step"]
+    print_table(head, rows, gap=1)

@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -93,43 +92,40 @@ def say_path(what: str, path: object) -> None:
     out.print(f"{what}: {escape(str(path))}", soft_wrap=True)
 
 
-name_column = partial(Column, no_wrap=True)
-"""A column whose cells stay in one piece. Words, in a plain column, wrap in the room that is left."""
-
-number_column = partial(Column, no_wrap=True, justify="right")
-"""The same, to the right."""
-
-
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: int = 2) -> None:
+def print_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1, wraps: int | None = None, gap: int = 2
+) -> None:
     """Print a table without lines; columns that are empty in all rows are left out.
 
     In a terminal narrower than its names and numbers the table keeps its width, and the terminal breaks its lines.
 
     Args:
-        columns: headings, and whether cells stay in one piece.
+        head: heading of every column.
         rows: cells, with rich's markup.
+        words: how many of the first columns are text, the others being numbers that are aligned right.
+        wraps: the column of text that wraps in the room that is left; the cells of others stay in one piece.
         gap: spaces between columns.
     """
-    shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    for i in shown:
-        columns[i].min_width = _least_width(columns[i], [row[i] for row in rows])
-        columns[i].vertical = "bottom" if all(column.no_wrap for column in columns) else "top"
+    shown = [i for i in range(len(head)) if any(row[i] for row in rows)]
     table = Table(
-        *(columns[i] for i in shown), box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0),
-        show_header=any(column.header for column in columns), show_edge=False,
+        box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0), show_edge=False,
+        show_header=any(head[i] for i in shown),
     )  # fmt: skip
+    width = gap * (len(shown) - 1)
+    for i in shown:
+        texts = [head[i], *(Text.from_markup(row[i]).plain for row in rows)]
+        least = max(len(line) for text in texts for line in text.split("\n"))
+        if i == wraps:
+            least = min(max(len(word) for text in texts for word in text.split()), 40)
+        table.add_column(
+            head[i], min_width=least, no_wrap=i != wraps, vertical="bottom" if wraps is None else "top",
+            justify="left" if i < words or i == wraps else "right",
+        )  # fmt: skip
+        width += least
     for row in rows:
         table.add_row(*(row[i] for i in shown))
-    width = max(sum(columns[i].min_width or 0 for i in shown) + gap * (len(shown) - 1), out.width)
+    width = max(width, out.width)
     Console(file=out.file, width=width, force_terminal=out.is_terminal, highlight=False).print(table)
-
-
-def _least_width(column: Column, cells: Sequence[str]) -> int:
-    """The longest cell or line of the heading; where words wrap, the longest word of at most 40 characters."""
-    texts = [Text.from_markup(cell).plain for cell in cells]
-    if column.no_wrap:
-        return max(map(len, [*str(column.header).split("\n"), *texts]))
-    return min(max(map(len, [str(column.header), *(word for text in texts for word in text.split())])), 40)
 
 
 class StageDisplay:

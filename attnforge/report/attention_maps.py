@@ -3,8 +3,8 @@
 The maps of float64 and of eager come from the bundle's canonical graph with its attention written out as products: the
 graph runs in double, and with every result rounded to the bundle's precision. The deployed maps come from the ONNX
 Runtime model: where a site is plain products they are the output of its Softmax; a fused operator never holds them, so
-they are computed from the inputs and attributes of the operator. A mistake in how a site was lowered shows in them, a
-mistake inside a fused kernel does not. Imports no torch.
+they are those of the operator written out in double, on the inputs that it is given. A mistake in how a site was
+lowered shows in them, a mistake inside a fused kernel does not. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
+from attnforge.export.graphs.float64 import to_double
+from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.graphs.parts import part_of, values_of
 from attnforge.export.graphs.rotary import turn_before_attention
-from attnforge.export.lowering.blocks import before_blocks, mask_of_blocks
+from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.blocks import band_of, of_all_pairs
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -66,46 +69,6 @@ class SiteMaps:
     deployed: Array
 
 
-@dataclass(frozen=True)
-class Operands:
-    """What the map of one sample is computed from.
-
-    Attributes:
-        query: (H, n_q, d).
-        key: (H', n_k, d), where H' divides H.
-        scale: factor on the scores.
-        softcap: scores are capped at ± this; 0 for no cap.
-        is_causal: whether a query may attend to no later key.
-        mask: broadcasts to (H, n_q, n_k): added to the scores, or where it is boolean, False for what is left out.
-    """
-
-    query: Array
-    key: Array
-    scale: float
-    softcap: float = 0.0
-    is_causal: bool = False
-    mask: Array | None = None
-
-    def map(self) -> Array:
-        """`softmax(scale · QKᵀ + mask)`, (H, n_q, n_k), in float64."""
-        query, key = self.query.astype(np.float64), self.key.astype(np.float64)
-        key = key.repeat(len(query) // len(key), axis=0)
-        with np.errstate(over="ignore", invalid="ignore"):
-            scores = self.scale * (query @ key.swapaxes(-1, -2))
-            if self.softcap:
-                scores = self.softcap * np.tanh(scores / self.softcap)
-            if self.is_causal:
-                queries, keys = (np.arange(n) for n in scores.shape[-2:])
-                scores = np.where(keys <= queries[:, None], scores, -np.inf)
-            if self.mask is not None:
-                is_condition = self.mask.dtype == np.bool_
-                scores = np.where(self.mask, scores, -np.inf) if is_condition else scores + self.mask
-            highest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
-            exponentials = np.exp(scores - np.where(highest == -np.inf, 0, highest))
-            total = exponentials.sum(axis=-1, keepdims=True)
-            return np.asarray(exponentials / np.where(total == 0, 1, total))
-
-
 @dataclass
 class AttentionMaps:
     """The maps of every site that can be looked at, on one case. Iterating gives one :class:`SiteMaps` after another,
@@ -139,30 +102,10 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
     case = case or _usual(manifest)
     inputs = reference.make_inputs(case, manifest.inputs, stored_inputs(bundle))
     records = {record.site: record for record in manifest.attention.details}
-    left_out = {
-        name: f"it was left as it is written: {record.reason or 'it was not understood as attention'}"
-        for name, record in records.items()
-        if not record.canonical
-    }
-    left_out |= {
-        name: "the manifest does not say what it became for ONNX Runtime"
-        for name, record in records.items()
-        if record.canonical and TARGET in manifest.targets and TARGET not in record.targets
-    }
-    in_int8 = manifest.quantised.caches if manifest.quantised is not None else {}
-    left_out |= {
-        name: "the kernel rounds its keys to int8, which maps of what the kernel is given do not show"
-        for name in in_int8.keys() - left_out.keys()
-        if "GroupQueryAttention" in records[name].targets[TARGET].form
-    }
+    left_out = {name: why for name, record in records.items() if (why := _why_left_out(record, manifest)) is not None}
     maps = AttentionMaps(case, inputs, left_out)
-    canonical = {name: record for name, record in records.items() if record.canonical and name not in left_out}
+    canonical = {name: record for name, record in records.items() if name not in left_out}
     if not canonical:
-        return maps
-    if TARGET not in manifest.targets:
-        maps.left_out |= dict.fromkeys(
-            canonical, "the bundle has no ONNX Runtime model, and a TensorRT plan does not show what it computes inside"
-        )
         return maps
     model = written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention))
     written = _written_sites(model, list(canonical))
@@ -177,10 +120,9 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
         exact = _exactly(model, operands)(inputs)
     except Exception as error:
         maps.no_exact = f"ONNX Runtime cannot compute the graph in double: {first_line(error)}"
-    sizes = {name: site.sizes(eager) for name, site in written.items()}
-    chosen = _within_limits(sizes, maps.left_out)
+    chosen = _within_limits({name: site.sizes(eager) for name, site in written.items()}, maps.left_out)
     try:
-        deployed = _deployed(bundle, {name: canonical[name] for name in chosen}, sizes, inputs)
+        deployed = _deployed(bundle, {name: written[name] for name in chosen}, eager, inputs)
     except Exception as error:
         maps.left_out |= dict.fromkeys(chosen, f"ONNX Runtime cannot run the deployed graph: {first_line(error)}")
         return maps
@@ -196,6 +138,20 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
     return maps
 
 
+def _why_left_out(site: SiteRecord, manifest: Manifest) -> str | None:
+    """Why there are no maps of a site, by what the manifest says of it; None where there may be."""
+    if not site.canonical:
+        return f"it was left as it is written: {site.reason or 'it was not understood as attention'}"
+    if TARGET not in manifest.targets:
+        return "the bundle has no ONNX Runtime model, and a TensorRT plan does not show what it computes inside"
+    if TARGET not in site.targets:
+        return "the manifest does not say what it became for ONNX Runtime"
+    in_int8 = manifest.quantised is not None and site.site in manifest.quantised.caches
+    if in_int8 and "GroupQueryAttention" in site.targets[TARGET].form:
+        return "the kernel rounds its keys to int8, which maps of what the kernel is given do not show"
+    return None
+
+
 def _site_maps(
     name: str,
     form: str,
@@ -203,20 +159,21 @@ def _site_maps(
     site: WrittenSite,
     exact: Tensors | None,
     eager: Tensors,
-    deployed: Operands | Array,
+    deployed: Array | Callable[[], Array],
 ) -> SiteMaps:
     """The maps of a site.
 
     Args:
         exact, eager: operands of the first sample, in float64 and at the bundle's precision.
-        deployed: operands of the fused operator, or the map that the model holds.
+        deployed: the map that the model holds, or what computes it.
     """
+    is_held = isinstance(deployed, np.ndarray)
+    held = deployed if isinstance(deployed, np.ndarray) else deployed()
     eager_map = site.map(at_own_precision, eager)
     exact_map = site.map(_exactly, exact) if exact is not None else None
-    held = deployed.map() if isinstance(deployed, Operands) else deployed
     silent = ~eager_map.any(axis=-1, keepdims=True)
     held = np.where(silent & np.isnan(held), 0, held)  # a bare softmax has NaN there, as meant
-    return SiteMaps(name, form, not isinstance(deployed, Operands), samples, exact_map, eager_map, held)
+    return SiteMaps(name, form, is_held, samples, exact_map, eager_map, held)
 
 
 def _usual(manifest: Manifest) -> Case:
@@ -318,55 +275,29 @@ def _producer(value: ir.Value) -> ir.Node:
 
 
 def _deployed(
-    bundle: Bundle,
-    sites: Mapping[str, SiteRecord],
-    sizes: Mapping[str, tuple[int, int, int]],
-    inputs: Mapping[str, Array],
-) -> dict[str, Operands | Array]:
-    """Of every site that the deployed model has, the map, or what it is computed from."""
+    bundle: Bundle, sites: Mapping[str, WrittenSite], eager: Tensors, inputs: Mapping[str, Array]
+) -> dict[str, Array | Callable[[], Array]]:
+    """Of every site that the deployed model has, the map of its first sample, or what computes it."""
     model = whole_graph(bundle, bundle.manifest.targets[TARGET].model)
     turn_before_attention(model)
     nodes = {node.name: node for node in model.graph}
-    shown: dict[str, tuple[ir.Node, dict[int, list[str]]]] = {}
+    held: dict[str, str] = {}
+    fused: dict[str, list[ir.Node]] = {}  # one for all heads, or one a head
     for site in sites:
         node = next((nodes[name] for form in FORMS if (name := f"{site}/{form}") in nodes), None)
-        if node is None:
-            continue
-        if node.op_type == "Softmax":
+        if node is not None and node.op_type == "Softmax":
             first = insert(model.graph, node, lambda op, node=node: _first_sample(op, node), after=True)  # type: ignore[misc]
-            shown[site] = node, {0: [str(first.name)]}
-        elif (blocked := before_blocks(node)) is not None:
-            shown[site] = node, {i: [str(x.name)] for i, x in ((0, blocked[0]), (1, blocked[1]), (3, _input(node, 3)))}
-        else:
-            mask = 5 if node.op_type == "MultiHeadAttention" else 3 if node.op_type == "Attention" else None
-            wanted = [i for i in (0, 1, mask) if i is not None and i < len(node.inputs) and node.inputs[i] is not None]
-            heads = [node, *_further_heads(node, nodes)]
-            shown[site] = node, {i: [str(_input(head, i).name) for head in heads] for i in wanted}
-    names = [name for _, operands in shown.values() for of_heads in operands.values() for name in of_heads]
+            held[site] = str(first.name)
+        elif node is not None:
+            further = itertools.takewhile(nodes.__contains__, (f"{node.name}_{i}" for i in itertools.count(1)))
+            fused[site] = [node, *(nodes[name] for name in further)]
+    operators = {site: [FusedOperator.of(model, node) for node in heads] for site, heads in fused.items()}
+    names = [*held.values(), *(name for some in operators.values() for one in some for name in one.inputs)]
     tensors = as_it_is(model, names, optimised=True)(inputs) if names else {}
-    return {
-        site: tensors[operands[0][0]][0]
-        if node.op_type == "Softmax"
-        else _operands_of(
-            node,
-            {i: np.concatenate([tensors[name] for name in names], axis=-1) for i, names in operands.items()},
-            sizes[site][0],
-            apart=len(operands[0]) == 1,
-        )
-        for site, (node, operands) in shown.items()
-    }
-
-
-def _further_heads(node: ir.Node, nodes: Mapping[str | None, ir.Node]) -> list[ir.Node]:
-    """Where a site is run head after head, the nodes of all but its first head."""
-    names = itertools.takewhile(lambda name: name in nodes, (f"{node.name}_{i}" for i in itertools.count(1)))
-    return [nodes[name] for name in names]
-
-
-def _input(node: ir.Node, i: int) -> ir.Value:
-    value = node.inputs[i]
-    assert value is not None
-    return value
+    maps: dict[str, Array | Callable[[], Array]] = {site: tensors[name][0] for site, name in held.items()}
+    for site, some in operators.items():
+        maps[site] = partial(_map_of, some, tensors, sites[site].samples(eager), sites[site].sizes(eager))
+    return maps
 
 
 def _first_sample(op: Builder, softmax: ir.Node) -> ir.Value:
@@ -376,54 +307,78 @@ def _first_sample(op: Builder, softmax: ir.Node) -> ir.Value:
     return first
 
 
-def _operands_of(node: ir.Node, tensors: Mapping[int, Array], heads: int, apart: bool) -> Operands:
-    """The operands of a fused operator for the first sample, with the heads apart.
+@dataclass(frozen=True)
+class FusedOperator:
+    """The weights of a fused operator in float64, a graph of its own.
 
-    Args:
-        node: the operator.
-        tensors: its inputs, by place.
-        heads: of the site.
-        apart: whether it is one operator for all heads; else the inputs of one operator a head stand side by side.
+    Attributes:
+        model: from the inputs of the operator to its weights, `(samples, heads, n_q, n_k)`.
+        inputs: the names of its inputs.
+        query: the name of its query.
+        without_batch: the names of masks that have no dim for samples.
+        band: of an operator whose samples are blocks of tokens.
     """
-    query, key, attributes = tensors[0], tensors[1], node.attributes
-    softcap = attributes.get_float("softcap", 0.0) or 0.0
-    is_causal, mask = bool(attributes.get_int("is_causal", 0)), None
-    if (blocked := before_blocks(node)) is not None:
-        query, key = (
-            _apart(x[0], attributes.get_int(name) or 1) for x, name in ((query, "q_num_heads"), (key, "kv_num_heads"))
-        )
-        mask = mask_of_blocks(tensors[3], blocked[2], query.shape[1])
-    elif node.op_type == "Attention":
-        query, key = query[0], key[0]
-        mask = _first_of(tensors[3]) if 3 in tensors else None
-    elif node.op_type == "GroupQueryAttention":
-        is_causal, counts = True, [attributes.get_int(name) or 1 for name in ("num_heads", "kv_num_heads")]
-        if (window := attributes.get_int("local_window_size", 0) or 0) > 0:
-            mask = np.tri(query.shape[1], dtype=bool) & ~np.tri(query.shape[1], k=-window, dtype=bool)
-        if counts[0] == heads:
-            query, key = (_apart(x[0], count) for x, count in zip((query, key), counts, strict=True))
-        else:  # every head a sample of its own
-            query, key = query[:heads], key[:heads]
-    else:
-        is_causal = bool(attributes.get_int("unidirectional", 0))
-        packed = (attributes.get_int("num_heads") or 1) if apart else heads
-        if packed == heads:
-            query, key = _apart(query[0], heads), _apart(key[0], heads)
-        else:  # every head a sample of its own
-            query, key = query[:heads], key[:heads]
-        mask = _first_of(tensors[5]) if 5 in tensors else None
-    scale = attributes.get_float("scale", 0.0) or query.shape[-1] ** -0.5
-    return Operands(query, key, scale, softcap, is_causal, mask)
+
+    model: ir.Model
+    inputs: list[str]
+    query: str
+    without_batch: list[str]
+    band: Band | None
+
+    @classmethod
+    def of(cls, model: ir.Model, node: ir.Node) -> FusedOperator:
+        """The operator `node` of `model`."""
+        given = [str(v.name) for v in node.inputs if v is not None and ir.convenience.get_const_tensor(v) is None]
+        double = part_of(model, [str(node.outputs[0].name)], given)
+        is_capped = node.op_type == "Attention" and bool(node.attributes.get_float("softcap", 0.0))
+        mask = optional_input(node, 3) if is_capped else None
+        if mask is not None:  # added behind the cap, which `to_double` leaves open
+            (inner,) = (one for one in double.graph if one.name == node.name)
+            mask = inner.inputs[3]
+            inner.replace_input_with(3, None)
+        to_double(double)
+        (softmax,) = (one for one in double.graph if one.op_type == "Softmax")
+        if mask is not None:
+            softmax.replace_input_with(0, insert(double.graph, softmax, partial(_masked, input_of(softmax), mask)))
+        weights = part_of(double, [str(softmax.outputs[0].name)])
+        for value in values_of(weights).values():
+            if not value.is_initializer():
+                value.shape = None  # it runs on one sample, whatever batch the model is fixed to
+        flat = [
+            str(v.name) for v in node.inputs[3:] if v is not None and v.shape is not None and len(v.shape) in (2, 3)
+        ]
+        inputs = [str(value.name) for value in weights.graph.inputs]
+        return cls(weights, inputs, str(input_of(node).name), flat, band_of(node))
+
+    def weights(self, tensors: Tensors, samples: int) -> Array:
+        """The weights of the first of the model's samples, of which the operator may have several for each."""
+        batch = len(tensors[self.query])
+        first = {
+            name: tensors[name][: batch // samples]
+            if len(tensors[name]) == batch and name not in self.without_batch
+            else tensors[name]
+            for name in self.inputs
+        }
+        for value in self.model.graph.inputs:
+            if value.dtype is None:  # of what a lowering computes of sizes
+                value.dtype = ir.DataType.from_numpy(first[str(value.name)].dtype)
+        (weights,) = as_it_is(self.model)(first).values()
+        return weights
 
 
-def _first_of(mask: Array) -> Array:
-    """The first sample's part of a mask that broadcasts to (B, H, n_q, n_k)."""
-    return mask[0] if mask.ndim == 4 else mask
+def _masked(scores: ir.Value, mask: ir.Value, op: Builder) -> ir.Value:
+    if mask.dtype == ir.DataType.BOOL:
+        return op.Where(mask, scores, constant(op, -np.inf, ir.DataType.DOUBLE))
+    return op.Add(scores, mask)
 
 
-def _apart(x: Array, heads: int) -> Array:
-    """`(n, H·d)` as `(H, n, d)`."""
-    return x.reshape(len(x), heads, -1).swapaxes(0, 1)
+def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, sizes: tuple[int, int, int]) -> Array:
+    """The map of a site that one operator computes for all heads, or one for each."""
+    parts = [operator.weights(tensors, samples) for operator in operators]
+    if (band := operators[0].band) is not None:
+        return of_all_pairs(parts[0], band, sizes[1])
+    maps = np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
+    return maps[..., : sizes[2]]  # a cache has further slots, which no query sees
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

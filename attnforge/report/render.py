@@ -97,16 +97,8 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in grouped(reasons.items()).items()]
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "by_reason": by_reason,
-    "error": error,
-    "fixed": fixed,
-    "interval": interval,
-    "milliseconds": milliseconds,
-    "percent": percent,
-    "rounded": rounded,
-    "sizes": sizes_text,
-}
+_FORMATS = (by_reason, error, fixed, interval, milliseconds, percent, rounded)
+FILTERS: dict[str, Callable[..., Any]] = {"sizes": sizes_text, **{format.__name__: format for format in _FORMATS}}
 """The formats, as the templates name them."""
 
 
@@ -140,9 +132,7 @@ def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
         raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install attnforge[report]")
     if os.path.isdir(path):  # False of a name that none can have, which is said below
         raise UsageError(f"{path} is a folder; name a file, such as {Path(path) / 'verify.html'}")
-    check_writable(Path(path))
-    if Path(path).exists() and not force:
-        raise UsageError(f"{path} exists; choose another file with --html, or overwrite it with --force (force=True)")
+    check_writable(Path(path), force, "--html")
 
 
 def write_template(template: str, path: str | os.PathLike[str], **values: Any) -> Path:

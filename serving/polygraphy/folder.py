@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
-from attnforge.bundle import FLAVOURS, Bundle, Case, DimSpec, Trusted, open_bundle
-from attnforge.bundle.output import copy_whole, new_place, written
+from attnforge.atomic import new_folder
+from attnforge.bundle import FLAVOURS, Bundle, Case, DimSpec, Trusted, open_bundle, place_of
+from attnforge.bundle.output import copy_whole
+from attnforge.errors import UsageError
 from attnforge.polygraphy_files import write_inputs, write_results
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
@@ -79,10 +81,12 @@ def package(
         BundleError: no whole, unaltered bundle is there; or the disk is full.
         UsageError: something is at `out`, or it cannot be written.
     """
-    opened, target = open_bundle(bundle, trusted=trusted), new_place(Path(out))
+    opened = open_bundle(bundle, trusted=trusted)
+    if os.path.lexists(target := place_of(Path(out))):
+        raise UsageError(f"{target} exists; choose another folder")
     manifest, references = opened.manifest, References.of(opened)
     shapes = {case.name: _shapes(opened, case, references) for case in manifest.cases}
-    with written(target) as folder:
+    with new_folder(target) as folder:
         with opened.steady():
             copy_whole(opened, folder / BUNDLE)
         with (folder / INPUTS).open("wb") as stream:

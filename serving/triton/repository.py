@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from attnforge.arrays import Array
-from attnforge.atomic import rename_new
+from attnforge.atomic import new_folder, rename_new
 from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted, place_of
-from attnforge.bundle.output import copy, copy_whole, written
+from attnforge.bundle.output import copy, copy_whole
 from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
@@ -491,7 +491,10 @@ class Place:
             UsageError: it cannot be written, or something appeared there meanwhile.
             BundleError: the disk is full.
         """
-        return written(self.target, self._put if os.path.lexists(self.target) else None)
+        if not os.path.lexists(self.target):
+            return new_folder(self.target)
+        is_apart = os.stat(self.target.parent).st_dev != os.stat(self.target).st_dev  # a disk of its own
+        return new_folder(self.target, self._put, parent=self.target if is_apart else None)
 
     def _put(self, folder: Path) -> None:
         """Rename every model, or its version, to its place; what was put is taken back where one cannot be."""

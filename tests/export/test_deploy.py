@@ -1,5 +1,5 @@
-"""Deploys that cannot end well: too little memory, a full disk, an interruption. One line says so, what stood there
-stays, and nothing is left behind."""
+"""Deploys that fail: too little memory, a full disk, an interruption. One line reports it, existing files stay, and
+nothing is left over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import attnforge
-from attnforge import memory
 from attnforge.errors import BundleError, UnavailableError
 from attnforge.export import room
 from attnforge.export.attention.canonicalize import canonicalize
@@ -43,7 +42,7 @@ def work() -> Work:
     return Work(captured.model, FP32, ["onnxruntime", "tensorrt_rtx"], True, sizes_at(captured.inputs, "max"))
 
 
-def test_what_lives_at_one_time_grows_with_the_sizes(work: Work) -> None:
+def test_live_memory_grows_with_the_sizes(work: Work) -> None:
     assert dict(work.sizes) == {"batch": 4, "tokens": 9, "pairs": 6}
     at_most = most_alive(work.model, work.sizes)
     inputs = 4 * 9 * 16 + 4 * 12 * 16 + 4 * 12 + 16
@@ -51,7 +50,7 @@ def test_what_lives_at_one_time_grows_with_the_sizes(work: Work) -> None:
     assert most_alive(work.model, {**work.sizes, "batch": 8}) == pytest.approx(2 * at_most, rel=0.02)
 
 
-def test_too_little_memory_is_said_with_what_needs_less(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_with_what_needs_less(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = work.bytes()
     monkeypatch.setattr(room, "available", lambda: needed)
     work.check()
@@ -60,7 +59,7 @@ def test_too_little_memory_is_said_with_what_needs_less(work: Work, monkeypatch:
     monkeypatch.setattr(room, "available", lambda: needed - 1)
     with pytest.raises(
         UnavailableError,
-        match=r"needs at least .* GiB of memory at batch 4, tokens 9, pairs 6, and .* are left; .*"
+        match=r"needs at least .* GiB of memory at batch 4, tokens 9, pairs 6, and .* are available; .*"
         r"--target onnxruntime \(.*dims of half the maximum",
     ) as caught:
         work.check()
@@ -76,34 +75,12 @@ def test_memory_is_checked_before_it_is_needed(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_cgroup_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    names = memory._GROUP_FILES[2 - version]
-    for name, text in zip(names, ("1000000", "300000", "anon 7\ninactive_file 50000\n", ""), strict=True):
-        if text:
-            (tmp_path / name).write_text(text)
-    files = dict(zip(("limit", "used", "statistics"), names, strict=False))
-    group = f"4:memory,other:/its\n0::/{'its' if version == 2 else ''}\n" if version == 1 else "0::/its\n"
-    (tmp_path / "cgroup").write_text(group)
-    whole = Path
-
-    def elsewhere(*parts: str) -> Path:
-        if parts == ("/proc/self/cgroup",):
-            return whole(tmp_path / "cgroup")
-        return whole(tmp_path) if parts[0] == "/sys/fs/cgroup" else whole(*parts)
-
-    monkeypatch.setattr(memory, "Path", elsewhere)
-    assert memory._of_group(*names) == 750_000
-    (tmp_path / files["limit"]).write_text("max")
-    assert memory._of_group(*names) is None
-
-
 # A full disk
 
 
 @pytest.fixture
 def small_files(copy: Path) -> Iterator[None]:
-    """Once the bundle is copied, no file may be larger than 10,000 bytes, as on a disk that is full."""
+    """Once the bundle is copied, no file may be larger than 10,000 bytes, as on a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
@@ -121,7 +98,7 @@ def test_a_full_disk_loses_nothing(copy: Path) -> None:
     assert contents(copy) == before and list(copy.parent.iterdir()) == [copy]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root alone mounts a small disk")
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a small disk")
 @pytest.mark.parametrize("kibibytes", [16, 160])
 def test_a_small_disk_that_fills_loses_nothing(tmp_path: Path, kibibytes: int) -> None:
     disk = tmp_path / "disk"
@@ -145,7 +122,7 @@ import signal, sys, time
 from attnforge import cli
 from attnforge.bundle import writing
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of the background is started with some ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with some signals ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def work(**options):
@@ -166,6 +143,6 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Si
         time.sleep(0.02)
         assert process.poll() is None
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == code and said.decode().split() == ["interrupted"]
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code and errors.decode().split() == ["interrupted"]
     assert list(tmp_path.iterdir()) == []

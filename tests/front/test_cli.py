@@ -6,6 +6,7 @@ says and returns the same, that it finds modules where it was started, and what 
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -197,7 +198,7 @@ def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tm
     arguments = ("deploy", *DIGITS, "--require-fused", "tensorrt_rtx")
     done = here(*arguments, "--out", bundle, "--force", "--json")
     document = json.loads(done.stdout)
-    assert_one_line(done, 1, "tensorrt_rtx does not fuse 2 of 2", "nothing was written")
+    assert_one_line(done, 1, "tensorrt_rtx must fuse every attention site and leaves 2 of 2", "nothing was written")
     assert document["error"]["kind"] == "UnfusedError"
     assert document["error"]["message"] in " ".join(done.stderr.split())
     reasons = [one["reason"] for one in document["attention"]["unfused"] if one["target"] == "tensorrt_rtx"]
@@ -386,11 +387,19 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
     assert_one_line(here("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1")
 
 
-def test_every_command_has_help_with_an_example(here: Here) -> None:
-    for command in ("models", "deploy", "run", "verify", "diagnose", "bench", "inspect", "sign", "doctor"):
-        done = here(command, "--help")
-        assert done.returncode == 0
-        assert "Example" in done.stdout, command
+COMMANDS = ("models", "deploy", "run", "generate", "verify", "diagnose", "inspect", "sign", "package", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_or_two(here: Here, command: str) -> None:
+    done = here(command, "--help")
+    assert done.returncode == 0
+    assert 1 <= done.stdout.count("Example: attnforge ") <= 2
+
+
+def test_options_stand_in_panels_the_most_used_first(here: Here) -> None:
+    panels = re.findall(r"╭─ (.+?) ─+╮", here("deploy", "--help").stdout)
+    assert panels[:3] == ["Arguments", "Options", "Source"] and "Decoders" in panels and "TensorRT" in panels
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_made(

@@ -10,6 +10,7 @@ import pytest
 
 from attnforge import machine
 from attnforge.machine import cpu_quota, processors
+from attnforge.memory import available
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -56,3 +57,36 @@ def test_a_quota_is_rounded_up(monkeypatch: pytest.MonkeyPatch, quota: float, co
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     assert processors() == count
+
+
+LIMITED = {
+    "version 2": ("0::/its\n", "its", "memory.max", "memory.current"),
+    "version 1, a mount of its own": (
+        "4:memory,other:/its\n0::/\n",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIMITED)
+def test_a_cgroup_limits_what_is_available(tmp_path: Path, case: str) -> None:
+    groups, folder, limit, used = LIMITED[case]
+    texts = {limit: "1000000", used: "300000", "memory.stat": "anon 7\ninactive_file 50000\n"}
+    root = system(tmp_path, groups, {f"{folder}/{name}": text for name, text in texts.items()})
+    assert available(root) == 750_000
+    (root / "sys/fs/cgroup" / folder / limit).write_text("max")
+    assert available(root) is None
+
+
+def test_the_memory_of_the_folder_above_is_the_limit(tmp_path: Path) -> None:
+    above = {"a/memory.max": "900", "a/memory.current": "700", "a/memory.stat": "anon 500\ninactive_file 100\n"}
+    own = {"a/b/memory.max": "max", "a/b/memory.current": "200", "a/b/memory.stat": "inactive_file 0\n"}
+    root = system(tmp_path, "0::/a/b\n", above | own)
+    assert available(root) == 300
+    (root / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 0 kB\n")
+    assert available(root) == 0
+    (root / "proc/self/cgroup").unlink()
+    (root / "proc/meminfo").unlink()
+    assert available(root) is None

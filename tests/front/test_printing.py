@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 from rich.console import Console
-from rich.table import Column
 
 from attnforge.bundle import Certificate, SiteRecord, SiteTarget
 from attnforge.certificate import SiteMask
@@ -88,15 +87,8 @@ def test_runs_of_names() -> None:
 
 def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Callable[[], str]) -> None:
     words = "a sentence of many words that does not fit into what is left of eighty columns beside a name"
-    terminal.print_table(
-        [
-            terminal.name_column("name"),
-            terminal.number_column("nothing"),
-            terminal.number_column("number"),
-            Column("why"),
-        ],
-        [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")],
-    )
+    rows = [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")]
+    terminal.print_table(("name", "nothing", "number", "why"), rows, wraps=3)
     lines = printed().splitlines()
     assert lines[0].split() == ["name", "number", "why"] and max(map(len, lines)) <= 80
     assert " ".join(printed().split()).count("a-name-in-one-piece 1.25 a sentence of many words") == 1

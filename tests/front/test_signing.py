@@ -314,7 +314,7 @@ def test_a_process_of_a_benchmark_asks_for_the_signature_again(signed: Path, key
 
 def test_what_is_not_whole_is_not_signed(copy: Path, key: Path) -> None:
     (copy / "stray.py").touch()
-    with pytest.raises(BundleError, match=r"does not list, so nobody vouches for them: stray\.py; remove them"):
+    with pytest.raises(BundleError, match=r"not listed in its manifest: stray\.py; remove them"):
         sign(copy, key)
     (copy / "stray.py").unlink()
     (copy / MODEL).write_bytes(b"another")
@@ -341,7 +341,7 @@ def test_a_new_plan_ends_the_signature_and_is_not_built_where_one_is_asked_for(
         rebuild(Bundle(signed, trusted=key.with_suffix(".pub")), "tensorrt_rtx", "SM89")
     load(signed, key.with_suffix(".pub"))
     rebuild(Bundle(signed), "tensorrt_rtx", "SM89")
-    assert "its signature is gone; sign it again" in caplog.text
+    assert "its signature was removed; sign it again" in caplog.text
     refused(load, signed, key.with_suffix(".pub"), "has no signature")
     sign(signed, key)
     load(signed, key.with_suffix(".pub"))

@@ -63,7 +63,7 @@ def test_a_folder_that_appears_at_the_last_instant_is_left_alone(
         rename_new(old, new)
 
     monkeypatch.setattr("attnforge.bundle.output.rename_new", late)
-    with pytest.raises(UsageError, match="appeared while its bundle was made"), writing(out, False) as folder:
+    with pytest.raises(UsageError, match="out appeared meanwhile"), writing(out, False) as folder:
         fill(folder, copy)
     assert list(out.iterdir()) == []
 

@@ -28,7 +28,7 @@ from attnforge.errors import BundleError, UnavailableError, UsageError
 from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
 from attnforge.export.lowering.tuning import FormChoice
-from attnforge.model import build_model
+from attnforge.model import attention, build_model
 from attnforge.report import attention_maps as looking
 from attnforge.report import error_charts, map_pictures
 from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid
@@ -176,6 +176,24 @@ def test_weights_of_heads_run_one_after_another(tmp_path: Path, monkeypatch: pyt
     (one,) = attention_maps(bundle)
     assert one.form == HEAD_AFTER_HEAD
     np.testing.assert_allclose(one.deployed, module.weights(*args), rtol=0, atol=3e-7)
+
+
+class Capped(Attends):
+    """Scores between -1 and 1, where the mask lets them be."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return attention(*self.parts(x), scale=1 / 4, attn_mask=mask, soft_cap=1.0).transpose(1, 2).flatten(2)
+
+
+def test_weights_of_capped_scores_with_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    module = Capped()
+    bundle, (x, mask) = deployed_as("Attention", module, True, tmp_path / "bundle", "fp32", monkeypatch)
+    (one,) = attention_maps(bundle)
+    assert one.form == "Attention"
+    query, key, _ = module.double().parts(x.double())
+    scores = torch.tanh(query @ key.transpose(-2, -1) / 4).masked_fill(~mask, -torch.inf)
+    np.testing.assert_allclose(one.deployed, scores.softmax(-1)[0].detach().numpy(), rtol=0, atol=3e-7)
 
 
 class Apart(nn.Module):
@@ -499,7 +517,7 @@ def test_warnings_metrics_and_what_did_not_run_are_said(small: Bundle, pages: Pa
     report = pages["small"][0]
     metric = MetricReport(
         name="accuracy", value=0.875, eager=0.9375, float64=0.96875, least=0.91, samples=32, passed=False,
-        reason="accuracy is 0.875, under the 0.91 that it has to reach",
+        reason="accuracy is 0.875, below the required 0.91",
     )  # fmt: skip
     found = report.backends["onnxruntime-cpu"].model_copy(
         update={"metric": metric, "reason": metric.reason, "passed": False}
