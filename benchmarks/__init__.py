@@ -1,1 +1,1 @@
-"""The laboratory: what measures attnforge itself, from a checkout. It is no part of the package."""
+"""The laboratory: experiments that measure attnforge, run from a checkout. It is not part of the package."""

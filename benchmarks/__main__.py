@@ -1,4 +1,4 @@
-"""The laboratory's one command: `python -m benchmarks run NAME | list | pages | claims`."""
+"""The laboratory's command line: `python -m benchmarks run NAME | list | pages | claims`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks import experiment
 from benchmarks.experiment import MODULES, RESULTS, claims_table, experiment_of
 from benchmarks.pages import refresh
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure attnforge itself.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run the experiments that measure attnforge.")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def run(context: typer.Context, name: str) -> None:
-    """Run an experiment, and write its results file; `run NAME --help` shows its options."""
+    """Run an experiment and write its results file; `run NAME --help` shows its options."""
     experiment.run(name, context.args)
 
 
@@ -34,17 +34,17 @@ def list_() -> None:
 
 @app.command()
 def pages() -> None:
-    """Write the tables of README.md and docs/ anew from the results files."""
+    """Regenerate the tables of README.md and docs/ from the results files."""
     for name, file in refresh():
         print(f"{name} from {file}")
 
 
 @app.command()
 def claims() -> None:
-    """Print what is claimed of the results files."""
-    for name, found in {name: found for name in MODULES if (found := experiment_of(name)) is not None}.items():
-        file = RESULTS / found.file
-        if file.is_file() and (made := list(found.claims(json.loads(file.read_bytes())))):
+    """Print the claims of all experiments, checked against the results files."""
+    for name, each in {name: each for name in MODULES if (each := experiment_of(name)) is not None}.items():
+        file = RESULTS / each.file
+        if file.is_file() and (made := list(each.claims(json.loads(file.read_bytes())))):
             print(f"{name}\n\n{claims_table(made)}\n")
 
 

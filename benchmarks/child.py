@@ -1,4 +1,4 @@
-"""One process of the laboratory's own: started, bound in time and memory, and ended with all that it has started."""
+"""A child process of the laboratory, limited in time and memory, and ended together with all its descendants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 GIB = 2**30
 STEP = 0.1
-"""Seconds from one look at a process to the next."""
+"""Seconds between two checks of a process."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Ended:
     """How a process ended.
 
     Attributes:
-        code: its exit code, or minus the signal that it died of.
-        why: what it took too much of, so that it was killed; None where it ended by itself.
-        seconds: that it took.
-        cpu: seconds of the processor that it and the processes that it waited for took, where no other child of this
+        code: its exit code, or minus the signal that killed it.
+        why: the limit that it exceeded, so that it was killed; None if it ended by itself.
+        seconds: its wall time.
+        cpu: CPU seconds of the process and the processes that it waited for, provided that no other child of this
             process ended meanwhile.
     """
 
@@ -45,15 +45,15 @@ def run(
     memory: float = inf,
     variables: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run a module in a process and a group of its own, wait until it has ended, and end the whole group with it.
+    """Run a module in a new process group, wait until it has ended, and kill what is left of the group.
 
     Args:
-        module: its qualified name.
-        arguments: for it.
-        log: file that gets what the process prints, and nothing else.
+        module: qualified name of the module.
+        arguments: its arguments.
+        log: file for the output of the process.
         seconds: limit of wall time.
-        memory: limit of the bytes that the process and its children have in memory together.
-        variables: of the environment, besides this process's own.
+        memory: limit of the resident bytes of the process and its children together.
+        variables: environment variables, in addition to this process's.
     """
     start, used, why = time.perf_counter(), _cpu(), None
     with log.open("wb") as stream:
@@ -71,7 +71,7 @@ def run(
             else:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(STEP)
-    finally:  # interrupted as well: a session of its own does not hear of it
+    finally:  # also on an interrupt, which a separate session does not receive
         with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -84,7 +84,7 @@ def _cpu() -> float:
 
 
 def _resident(group: int) -> int:
-    """Bytes that the processes of a group have in memory together."""
+    """Return the resident bytes of all processes of a group together."""
     total = 0
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):  # a process that has ended meanwhile

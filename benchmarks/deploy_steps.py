@@ -1,7 +1,7 @@
-"""The steps that are measured of one published model, each in a process of its own (:func:`in_a_process`).
+"""The measured steps of deploying one published model, each in its own process (:func:`in_a_process`).
 
-`python -m benchmarks.deploy_steps ORDER`, with an :class:`Order` as JSON, writes what it measured, one JSON document,
-to the order's answer.
+`python -m benchmarks.deploy_steps ORDER`, with an :class:`Order` as JSON, writes its figures, one JSON document, to the
+order's answer file.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Order(Record):
-    """What a process is told to do.
+    """The request to a process.
 
     Attributes:
-        model: as :func:`attnforge.export.sources.named.build` takes it.
-        options: of the model.
-        folder: where the bundle is written, and the answer; a bundle that is there is overwritten.
+        model: name that :func:`attnforge.export.sources.named.build` takes.
+        options: options of the model.
+        folder: folder for the bundle and the answer; an existing bundle is overwritten.
         tune: whether deploying measures forms and backends.
-        targets: to deploy for; None for all that this machine can build.
-        cached: keep what deploys make in a cache in the folder; else every deploy is a first one.
+        targets: targets to deploy for; None for all that this machine can build.
+        cached: keep a deploy cache in the folder; otherwise every deploy starts from scratch.
         step: name of one of :data:`STEPS`.
     """
 
@@ -55,24 +55,24 @@ class Order(Record):
 
 
 def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict[str, Any]:
-    """Do a step in a process of its own, and end it with its children where it takes too much.
+    """Run a step in its own process, and kill it with its children if it exceeds a limit.
 
     Args:
-        order: all but the step.
+        order: the order, without the step.
         step: name of one of :data:`STEPS`.
         seconds: limit of wall time.
-        memory: limit of the bytes that it and its children have in memory together.
+        memory: limit of the resident bytes of the process and its children together.
 
     Returns:
-        the step's figures, `seconds` and `cpu` seconds; and `failed`, why it did, where it did.
+        the step's figures, `seconds` and `cpu` seconds; and `failed`, the reason, if it failed.
     """
     order.answer.unlink(missing_ok=True)
     log, text = order.folder / "log", order.model_copy(update={"step": step}).model_dump_json()
     ended = run("benchmarks.deploy_steps", text, log=log, seconds=seconds, memory=memory)
     figures = json.loads(order.answer.read_bytes()) if order.answer.is_file() else {}
     if ended.code != 0 or not figures:
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        figures["failed"] = ended.why or (said[-1] if said else f"its process ended with {ended.code}")
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        figures["failed"] = ended.why or (lines[-1] if lines else f"its process exited with code {ended.code}")
     return {**figures, "seconds": round(ended.seconds, 1), "cpu": round(ended.cpu, 1)}
 
 
@@ -80,8 +80,8 @@ def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict
 
 
 def plain(order: Order) -> dict[str, Any]:
-    """What is done without attnforge: torch's export with its own defaults, opening in ONNX Runtime, and one comparison
-    with eager torch."""
+    """Run the path without attnforge: torch's export with its defaults, a load in ONNX Runtime, and one comparison with
+    eager torch."""
     import numpy as np
     import onnxruntime as ort
     import torch
@@ -102,11 +102,11 @@ def plain(order: Order) -> dict[str, Any]:
     with torch.no_grad():
         eager = [tensor.numpy() for tensor in example.module(*example.args).values()]
     differences = [float(np.abs(o - e).max() / np.abs(e).max()) for o, e in zip(outputs, eager, strict=True)]
-    return {"difference": float(np.max(differences))}  # NaN where one is
+    return {"difference": float(np.max(differences))}  # NaN if any is NaN
 
 
 def deploy(order: Order) -> dict[str, Any]:
-    """`attnforge.deploy` as it is ordered."""
+    """Run `attnforge.deploy` with the order's options."""
     import attnforge
 
     os.environ[VARIABLE] = str(order.folder / "cache") if order.cached else "off"
@@ -134,7 +134,7 @@ def deploy(order: Order) -> dict[str, Any]:
 
 
 def verify(order: Order) -> dict[str, Any]:
-    """`attnforge.verify` of the bundle, on every backend of this machine."""
+    """Run `attnforge.verify` on the bundle, with every backend of this machine."""
     import attnforge
 
     report = attnforge.verify(order.bundle)
@@ -144,7 +144,7 @@ def verify(order: Order) -> dict[str, Any]:
 
 
 def fused(order: Order) -> dict[str, Any]:
-    """How many sites TensorRT-RTX compiles to its fused kernel in fp16; in bf16, where torch exports no fp16."""
+    """Count the sites that TensorRT-RTX compiles to its fused kernel in fp16, or in bf16 if torch exports no fp16."""
     import onnx_ir as ir
 
     from attnforge.export.attention.canonicalize import canonicalize
@@ -185,7 +185,7 @@ def _model(order: Order) -> tuple[Example, Source]:
 
 
 def main(text: str) -> None:
-    """Do the step that is ordered."""
+    """Run the step of an order."""
     order = Order.model_validate_json(text)
     answer = STEPS[order.step](order)
     most = max([peak(), *answer.get("memory", {}).values()])

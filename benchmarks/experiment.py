@@ -1,7 +1,7 @@
-"""Experiments: what is measured of attnforge itself, what pages show of it, and what is claimed of it.
+"""Experiments: measurements of attnforge, with their tables in the documentation and their claims.
 
 An experiment is a module with an `EXPERIMENT`; :data:`MODULES` lists them all. Its figures are a results file in
-`benchmarks/results/`, written whole, with the command, the machine and the versions.
+`benchmarks/results/`, written atomically, with the command, the machine and the versions.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ MODULES = {
     "export-faults": "tests.support.export_faults",
     "gpu": "benchmarks.gpu.__main__",
 }  # fmt: skip
-"""The module of every experiment by its name. Those of the last three have a `main` that does everything."""
+"""The module of every experiment by name. The last three have a `main` that does everything."""
 
 Figures = dict[str, Any]
-"""What a results file holds."""
+"""The content of a results file."""
 
 Measured = Figures | Results | DecodingResults
-"""Figures before they are written: a mapping has neither command nor machine yet."""
+"""Figures before they are written; a mapping has no command and machine yet."""
 
 START = time.perf_counter()
 
@@ -64,10 +64,10 @@ Verdict = Literal["yes", "no", "within noise", "not measured"]
 
 
 def verdict(measured: Interval | float, at_most: float) -> Verdict:
-    """Whether a measurement is at most a limit: `yes`, `no`, or `within noise`.
+    """Return whether a measurement is at most a limit: `yes`, `no`, or `within noise`.
 
-    The whole 95% interval has to lie on one side of the limit; the limit itself is allowed. A single reading has no
-    interval and stands for itself.
+    The whole 95% interval must lie on one side of the limit; the limit itself is allowed. A single reading has no
+    interval and is compared directly.
     """
     low, high = (measured.low, measured.high) if isinstance(measured, Interval) else (measured, measured)
     return "yes" if high <= at_most else "no" if low > at_most else "within noise"
@@ -78,10 +78,11 @@ class Claim:
     """A figure and its limit.
 
     Attributes:
-        text: what is to be at most `at_most`, and of which model.
-        measured: an estimate with its interval, or a single reading; None where nothing was measured.
-        against: what it was measured against.
-        passed_over: contenders that are faster than the compared one and wrong in a reference case, each with the ratio
+        text: the quantity that may be at most `at_most`, and its model.
+        measured: an estimate with its interval, or a single reading; None if nothing was measured.
+        at_most: the limit.
+        against: the contender that it was compared with.
+        passed_over: contenders that are faster than the compared one but wrong in a reference case, each with the ratio
             of ours to it.
         wrong: the reference case in which ours is wrong.
     """
@@ -116,12 +117,12 @@ class Claim:
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
-    """Claims as Markdown."""
+    """Return claims as a Markdown table."""
     rows = []
     for claim in claims:
         text, measured, interval = claim.text, "–", "–"
         if claim.passed_over:
-            text += f"; passed over, for they are wrong in another case: {', '.join(claim.passed_over)}"
+            text += f"; not compared, because wrong in another case: {', '.join(claim.passed_over)}"
         if isinstance(claim.measured, Interval):
             measured = f"{claim.measured.value:.3g}"
             interval = f"{claim.measured.low:.3g}–{claim.measured.high:.3g}"
@@ -134,17 +135,17 @@ def claims_table(claims: Iterable[Claim]) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 Columns = Mapping[str, Callable[[Figures], object]]
-"""By heading, what makes a cell of a record, such as `"{seconds:.1f}".format_map`."""
+"""By heading, the function that formats a cell of a record, such as `"{seconds:.1f}".format_map`."""
 
 
 def table_of(columns: Columns, records: Iterable[Figures], words: int | None = 1, missing: str = NOTHING) -> str:
-    """Records as a table in Markdown.
+    """Return records as a Markdown table.
 
     Args:
-        columns: of the table.
-        records: one for each row.
-        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
-        missing: the cell of a record that has not what the cell is made of.
+        columns: the columns.
+        records: one record per row.
+        words: number of leading text columns; the other columns are numbers, aligned right. None for all.
+        missing: text of a cell whose record lacks a field.
     """
 
     def cell(make: Callable[[Figures], object], record: Figures) -> object:
@@ -157,7 +158,7 @@ def table_of(columns: Columns, records: Iterable[Figures], words: int | None = 1
 
 
 def named(records: Mapping[str, Figures]) -> list[Figures]:
-    """Records, each with its `name`."""
+    """Return the records, each with its `name`."""
     return [{"name": name, **record} for name, record in records.items()]
 
 
@@ -165,27 +166,28 @@ def named(records: Mapping[str, Figures]) -> list[Figures]:
 
 
 def not_held(claims: Iterable[Claim]) -> list[str]:
-    """The claims that do not hold, each as a line."""
+    """Return the claims that do not hold, one line each."""
     return [str(claim) for claim in claims if claim.verdict == "no"]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is measured, and what is shown and claimed of the figures.
+    """A measurement, and the tables and claims made from its figures.
 
     Attributes:
         file: name of the results file.
-        measure: measures, with the command's options as its arguments. With `subjects`, it takes one of them first and
-            returns its figures, or results with those alone; else it returns all figures, or yields them as they grow.
-        tables: Markdown by the name of its place in a page, made of the figures.
-        claims: made of the figures.
-        broken: lines on what must not be, made of the figures; the run ends with 1 where there are any.
-        subjects: by name, what is measured one after the other. Figures are written after each; `--only` takes some of
-            them anew and keeps the others'.
-        kept: the subjects that are in the results file are not measured again unless `--only` names them.
-        variant: the option after whose value the results file is called, where it is given.
-        threads: that the figures were measured on, unless `measure` takes `threads`.
-        packages: whose versions are recorded besides those of the tools.
+        measure: function that measures, with the command's options as arguments. With `subjects`, its first argument is
+            a subject, and it returns that subject's figures, or results with only those; otherwise it returns all
+            figures, or yields them as they grow.
+        tables: makes Markdown tables from the figures, by the name of their marks in a page.
+        claims: makes claims from the figures.
+        broken: makes lines about failures from the figures; the run exits with 1 if there are any.
+        subjects: subjects by name, measured one after another. Figures are written after each; `--only` measures some
+            of them again and keeps the others.
+        kept: do not measure subjects again that are in the results file, unless `--only` names them.
+        variant: option whose value, if given, is appended to the name of the results file.
+        threads: number of threads recorded with the figures, unless `measure` takes `threads`.
+        packages: packages whose versions are recorded in addition to those of the tools.
     """
 
     file: str
@@ -200,40 +202,40 @@ class Experiment:
     packages: Sequence[str] = ()
 
     def wrong(self, figures: Figures) -> list[str]:
-        """Lines on what must not be."""
+        """Return lines about failures."""
         return list(not_held(self.claims(figures)) if self.broken is None else self.broken(figures))
 
     def command(self, words: str) -> Callable[..., None]:
-        """The function that runs the experiment, with all its options, for typer.
+        """Return the function that runs the experiment, with all its options, for typer.
 
         Args:
-            words: the command that is run.
+            words: the command line, recorded with the figures.
         """
-        own = list(inspect.signature(self.measure, eval_str=True).parameters.values())
+        parameters = list(inspect.signature(self.measure, eval_str=True).parameters.values())
         common: dict[str, Any] = {
             "results": (Path | None, f"Where to write the figures; by default {RESULTS / self.file}.")
         }
         if self.subjects:
-            own = own[1:]
-            common["only"] = (list[str] | None, "A subject, or the beginning of some; repeat. The others are kept.")
+            parameters = parameters[1:]
+            common["only"] = (list[str] | None, "A subject, or a prefix of some; repeatable. The others are kept.")
 
         def run(**options: Any):  # type: ignore[no-untyped-def]  # typer reads the signature that is set below
             self.run(words, **options)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
-        own = [parameter.replace(kind=keyword) for parameter in own]
-        own += [
+        parameters = [parameter.replace(kind=keyword) for parameter in parameters]
+        parameters += [
             inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind, typer.Option(help=text)])
             for name, (kind, text) in common.items()
         ]
-        run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     def run(self, command: str, results: Path | None, **options: Any) -> None:
         """Measure, write the figures, and print the tables.
 
         Raises:
-            typer.Exit: with 1 where something is wrong.
+            typer.Exit: with 1 if something is wrong.
         """
         only = options.pop("only") if self.subjects else None
         kind = options.get(self.variant)
@@ -243,7 +245,7 @@ class Experiment:
         try:
             for measured in self._measured(before, only, options):
                 _write(measured, results, before.get("command", command), threads, self.packages)
-        except typer.Exit as exit:  # of an experiment that has written its figures
+        except typer.Exit as exit:  # from an experiment that has already written its figures
             code = exit.exit_code
         figures = json.loads(results.read_bytes())
         for name, text in self.tables(figures).items():
@@ -266,14 +268,14 @@ class Experiment:
             say(f"{name} …")
             made = self.measure(self.subjects[name], **options)
             if isinstance(made, Results):
-                earlier = made if earlier is None else self._beside(earlier, made, name)
+                earlier = made if earlier is None else self._merged(earlier, made, name)
                 yield earlier
             else:
                 models[name] = made
                 yield {"models": {name: models[name] for name in self.subjects if name in models}}
 
-    def _beside(self, earlier: Results, made: Results, name: str) -> Results:
-        """Results of a subject, with those that there were of the others."""
+    def _merged(self, earlier: Results, made: Results, name: str) -> Results:
+        """Return the results of a subject together with the earlier results of the others."""
         names = list(self.subjects)
         others = {*names} - {name}
         models = [model for model in earlier.models if model.name in others] + made.models
@@ -285,22 +287,22 @@ class Experiment:
 
 
 def chosen_of(subjects: Iterable[str], only: Sequence[str] | None) -> list[str]:
-    """The subjects that names, or their beginnings, choose; all by default.
+    """Return the subjects that match the names or prefixes in `only`; all by default.
 
     Raises:
-        typer.BadParameter: a name chooses none.
+        typer.BadParameter: a name matches no subject.
     """
     names = list(subjects)
     if not only:
         return names
     by_name = {word: [word] if word in names else [name for name in names if name.startswith(word)] for word in only}
-    if unknown := [word for word, found in by_name.items() if not found]:
-        raise typer.BadParameter(f"nothing is called {unknown[0]!r}; there are {', '.join(names)}")
-    return [name for name in names if any(name in found for found in by_name.values())]
+    if unknown := [word for word, matches in by_name.items() if not matches]:
+        raise typer.BadParameter(f"no subject {unknown[0]!r}; known: {', '.join(names)}")
+    return [name for name in names if any(name in matches for matches in by_name.values())]
 
 
 def experiment_of(name: str) -> Experiment | None:
-    """The experiment of that name; None where its module does everything by itself."""
+    """Return the experiment of that name; None if its module has only a `main`."""
     experiment: Experiment | None = getattr(import_module(MODULES[name]), "EXPERIMENT", None)
     return experiment
 
@@ -310,14 +312,14 @@ def run(name: str, arguments: Sequence[str]) -> None:
 
     Raises:
         typer.BadParameter: there is no such experiment.
-        SystemExit: at the end, with 0; with 1 where something is wrong, and with 2 where an option is.
+        SystemExit: at the end, with 0; with 1 if something is wrong, and with 2 for an invalid option.
     """
     if name not in MODULES:
-        raise typer.BadParameter(f"no experiment is called {name!r}; there are {', '.join(MODULES)}")
+        raise typer.BadParameter(f"no experiment {name!r}; known: {', '.join(MODULES)}")
     experiment = experiment_of(name)
     app = typer.Typer(add_completion=False)
     if experiment is None:
-        sys.argv[1:] = arguments  # as python -m has it
+        sys.argv[1:] = arguments  # as with python -m
         app.command(name)(import_module(MODULES[name]).main)
     else:
         about = inspect.getmodule(experiment.measure).__doc__
@@ -329,20 +331,20 @@ def run(name: str, arguments: Sequence[str]) -> None:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """The machine that figures were measured on, and on how many of its threads."""
+    """Return the machine that figures were measured on, and the number of threads."""
     here = this_machine(gpus=False)
     return {"system": here.system, "processor": here.processor, "threads": threads}
 
 
 def where(figures: Mapping[str, Any]) -> str:
-    """On which machine figures were measured, and the command that measures them again."""
+    """Return the machine that figures were measured on, and the command that reproduces them, as text."""
     about = figures["machine"] if "machine" in figures else figures["environment"]
     processor = about["processor"] if "processor" in about else about["machine"]["processor"]
     return f"{processor}, {about['threads']} threads; `{figures['command']}`"
 
 
 def _write(measured: Measured, results: Path, command: str, threads: int, packages: Sequence[str] = ()) -> None:
-    """Write a results file with the command, and with machine and versions where the figures have none."""
+    """Write a results file with the command, and with machine and versions if the figures lack them."""
     if isinstance(measured, Results | DecodingResults):
         measured.command = measured.command or command
         text = json.dumps(to_five_digits(measured.model_dump(mode="json")), indent=1)

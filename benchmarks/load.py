@@ -1,7 +1,7 @@
-"""Clients that ask a server at once, each one request after the other, and what came of them; every answer is checked.
+"""Load on a server: concurrent clients, each sending one request after another; every answer is checked.
 
-The clients share the machine's processors with the server, so they are light: requests are made before the load begins,
-and answers are read and compared after it.
+The clients share the machine's processors with the server, so they are light: requests are built before the load
+starts, and answers are decoded and compared after it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from attnforge.arrays import Array
 from attnforge.errors import first_line
 
 PATIENCE = 120.0
-"""Seconds that a client waits for an answer, and goes on asking for one."""
+"""Seconds for which a client waits for an answer and retries."""
 
 AGAIN = 0.05
-"""Seconds until a client asks again that got no answer."""
+"""Seconds until a client retries a request that got no answer."""
 
 Ask = Callable[[int], Callable[[], Array]]
-"""Sends the request of a number and waits for its answer; what reads the output from the answer."""
+"""Sends the request with this number, waits for its answer, and returns a function that decodes the output."""
 
 
 class UnansweredError(Exception):
-    """A request that got no answer and may be sent again; the message says why."""
+    """A request got no answer and may be sent again; the message says why."""
 
 
 @dataclass
 class Load:
-    """What came of a load.
+    """The outcome of a load.
 
     Attributes:
-        seconds: from the first request to the last answer.
-        milliseconds: of every request that was answered.
-        wrong: answers that are not the expected ones.
-        errors: requests that got no answer.
-        error: what the first request got that had to be sent again or was lost.
-        asked_again: requests that got no answer, were sent again, and were answered then.
+        seconds: time from the first request to the last answer.
+        milliseconds: latency of every request that was answered.
+        wrong: number of wrong answers.
+        errors: number of requests that got no answer.
+        error: first error of a request that was sent again or lost.
+        asked_again: number of requests that were answered only after being sent again.
     """
 
     seconds: float = 0.0
@@ -58,7 +58,7 @@ class Load:
         return len(self.milliseconds) / self.seconds
 
     def figures(self) -> dict[str, Any]:
-        """What is kept of it: the rate, the times within which a half and 99% were answered, and the counts."""
+        """Return the figures to keep: the rate, the 50th and 99th percentile of latency, and the counts."""
         p50, p99 = (float(np.quantile(self.milliseconds, share)) for share in (0.5, 0.99))
         return {
             "per_second": round(self.per_second, 1), "p50_ms": round(p50, 2), "p99_ms": round(p99, 2),
@@ -68,19 +68,19 @@ class Load:
 
 
 def spread(numbers: Sequence[float]) -> str:
-    """The median of rounds, and the least and the most of them where there are several."""
+    """Return the median of rounds as text, with minimum and maximum if there are several."""
     digits = 0 if min(numbers) >= 100 else 1 if min(numbers) > 2 else 2
     low, middle, high = min(numbers), statistics.median(numbers), max(numbers)
     return f"{middle:,.{digits}f}" + (f" ({low:,.{digits}f}–{high:,.{digits}f})" if len(numbers) > 1 else "")
 
 
 def is_right(answer: Array, expected: Array, tolerance: float) -> bool:
-    """Whether an answer is the expected one.
+    """Return whether an answer is the expected one.
 
     Args:
-        answer: as it came.
-        expected: a Session's.
-        tolerance: how far the answer may be off, relative in the norm.
+        answer: the answer.
+        expected: the output of a Session.
+        tolerance: allowed error of the answer, relative in the norm.
     """
     off = np.linalg.norm(answer - expected) <= tolerance * np.linalg.norm(expected)
     return bool(answer.shape == expected.shape and off)
@@ -96,25 +96,28 @@ def press(
     again: bool = False,
     outcome: Load | None = None,
 ) -> Load:
-    """Let clients ask a model at once.
+    """Send requests to a model from concurrent clients.
 
     Args:
-        connect: gives a client what it asks with.
-        expected: the output of every request; clients begin at different ones.
-        clients: how many ask at once.
-        requests: how many each sends.
-        tolerance: how far an answer may be off, relative in the norm.
-        again: whether a request that gets no answer is sent again.
-        outcome: gets what comes of it, while it comes.
+        connect: connects a client, and returns the function that it sends requests with.
+        expected: the output of every request; clients start at different requests.
+        clients: number of concurrent clients.
+        requests: number of requests per client.
+        tolerance: allowed error of an answer, relative in the norm.
+        again: whether to send a request again that got no answer.
+        outcome: updated while the load runs; by default a new one.
+
+    Returns:
+        the outcome.
     """
     load, lock = Load() if outcome is None else outcome, threading.Lock()
 
     def client(number: int) -> list[tuple[int, Callable[[], Array]]]:
         ask, answers = connect(), []
         for request in range(number * requests, (number + 1) * requests):
-            place, began = request % len(expected), time.perf_counter()
-            answer, failed = _answer(ask, place, again)
-            milliseconds = 1e3 * (time.perf_counter() - began)
+            index, start = request % len(expected), time.perf_counter()
+            answer, failed = _answer(ask, index, again)
+            milliseconds = 1e3 * (time.perf_counter() - start)
             with lock:
                 load.error = load.error or failed
                 if answer is None:
@@ -122,7 +125,7 @@ def press(
                     continue
                 load.asked_again += failed is not None
                 load.milliseconds.append(milliseconds)
-            answers.append((place, answer))
+            answers.append((index, answer))
         return answers
 
     with ThreadPoolExecutor(clients) as threads:
@@ -130,16 +133,16 @@ def press(
         every = list(threads.map(client, range(clients)))
         load.seconds = time.perf_counter() - start
     answers = [pair for of_client in every for pair in of_client]
-    load.wrong += sum(not is_right(read(), expected[place], tolerance) for place, read in answers)
+    load.wrong += sum(not is_right(read(), expected[index], tolerance) for index, read in answers)
     return load
 
 
-def _answer(ask: Ask, place: int, again: bool) -> tuple[Callable[[], Array] | None, str | None]:
-    """The answer to a request, None where there was none; and what was said instead of an answer first."""
+def _answer(ask: Ask, index: int, again: bool) -> tuple[Callable[[], Array] | None, str | None]:
+    """Return the answer to a request, or None, and the first error."""
     failed, end = None, time.monotonic() + PATIENCE
     while True:
         try:
-            return ask(place), failed
+            return ask(index), failed
         except UnansweredError as error:
             failed = failed or first_line(error)
             if not again or time.monotonic() > end:

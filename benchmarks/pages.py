@@ -1,6 +1,6 @@
-"""The tables of README.md and docs/ that are made of results files.
+"""The tables of README.md and docs/ that are generated from results files.
 
-`python -m benchmarks pages` writes them anew from the files, and measures nothing; experiments write the files.
+`python -m benchmarks pages` regenerates them from the files without measuring; experiments write the files.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from benchmarks.experiment import MODULES, RESULTS, experiment_of
 
 
 def tables() -> Iterator[tuple[str, Path, str]]:
-    """Every table: the name of its place, the results file that it is made of, and its text."""
+    """Yield every table: the name of its marks, its results file, and its text."""
     for experiment in filter(None, map(experiment_of, MODULES)):
-        for file in sorted(RESULTS.glob(f"{Path(experiment.file).stem}*.json")):  # of other machines and variants too
+        for file in sorted(RESULTS.glob(f"{Path(experiment.file).stem}*.json")):  # includes other machines and variants
             for name, text in experiment.tables(json.loads(file.read_bytes())).items():
                 yield name, file, text
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages that may have places for tables."""
+    """Return the pages that may contain tables."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def refresh(root: Path = Path()) -> list[tuple[str, Path]]:
-    """Write every table to the pages under `root` that have a place for it.
+    """Write every table to the pages under `root` that have marks for it.
 
     Returns:
-        the places, each its name and results file.
+        the name and the results file of every table that was written.
     """
     return [(name, file) for name, file, text in tables() for page in pages(root) if put(text, name, file, page)]
 
 
 def put(table: str, name: str, results: Path, page: Path) -> bool:
-    """Put a table between a page's marks for `name` of this results file; returns whether the page has such marks."""
+    """Put a table between a page's marks for `name` and this results file; return whether the page has such marks."""
     start, end = f"<!-- {name}: from {results.as_posix()} -->", f"<!-- /{name} -->"
-    head, opening, rest = page.read_text(encoding="utf-8").partition(start)
-    _, closing, tail = rest.partition(end)
-    if opening and closing:
+    head, start_mark, rest = page.read_text(encoding="utf-8").partition(start)
+    _, end_mark, tail = rest.partition(end)
+    if start_mark and end_mark:
         write_whole(page, f"{head}{start}\n{table}\n{end}{tail}".encode())
-    return bool(opening and closing)
+    return bool(start_mark and end_mark)

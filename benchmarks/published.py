@@ -1,7 +1,7 @@
-"""Hugging Face architectures at the sizes that their authors published, each with the head of its task.
+"""Hugging Face architectures at their published sizes, each with the head of its task.
 
-Sizes are those of the models' own configuration files; what a configuration class of transformers has by default is not
-repeated. Weights are random but where a package brings them.
+Sizes are those of the models' configuration files; defaults of the configuration classes in transformers are not
+repeated. Weights are random unless a package ships them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.support.huggingface import minilm
 
 
 def deployed(example: Example, folder: Path, name: str | None = None, **options: Any) -> Bundle:
-    """The bundle of a model for ONNX Runtime.
+    """Deploy a model for ONNX Runtime.
 
     Args:
         example: the model.
-        folder: where the bundle is written.
-        name: of the bundle; by default the class's.
-        options: further ones of :func:`attnforge.deploy`.
+        folder: folder of the bundle.
+        name: name of the bundle; by default the class's.
+        options: further options of :func:`attnforge.deploy`.
     """
     say(f"deploy {name or folder.name} …")
     module, args, shapes = example
@@ -40,13 +40,13 @@ class Published:
     """One published model.
 
     Attributes:
-        name: that its authors gave it.
-        kind: `encoder`, `decoder`, `vision`, `audio` or `cross`, whose attention is across two sequences;
-            `growth` of :data:`GROWTH`, and :data:`CALLABLE`.
+        name: published name.
+        kind: `encoder`, `decoder`, `vision`, `audio` or `cross` (attention across two sequences); `growth` for
+            :data:`GROWTH`; or :data:`CALLABLE`.
         architecture: class in transformers, with the head of the task; :data:`SENTENCES`; or the name of a callable as
             :func:`attnforge.export.sources.named.build` takes it.
-        sizes: where the published configuration differs from the class's defaults.
-        options: of :func:`attnforge.export.sources.huggingface.example`.
+        sizes: configuration values that differ from the class's defaults.
+        options: options of :func:`attnforge.export.sources.huggingface.example`.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Published:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, parent: Path) -> str:
-        """The name that :func:`attnforge.export.sources.named.build` takes: that of a new folder under `parent`, or of
-        the package that brings trained weights."""
+        """Return the name that :func:`attnforge.export.sources.named.build` takes: that of a new folder under `parent`,
+        or of the package that ships trained weights."""
         if self.kind == CALLABLE:
             return self.architecture
         if self.architecture == SENTENCES:
@@ -70,20 +70,20 @@ class Published:
         return f"hf:{folder}"
 
     def deployed(self, folder: Path, **options: Any) -> Bundle:
-        """The bundle for ONNX Runtime in `folder`, deployed as `attnforge deploy` does; options are those of deploy."""
+        """Deploy for ONNX Runtime to `folder`, as `attnforge deploy` does; options are those of deploy."""
         example, source = build(self.source(folder), self.options, None)
         return deployed(example, folder / "bundle", self.name, source=source, cache=False, **options)
 
 
 CALLABLE = "callable"
-"""The kind of what a function makes."""
+"""The kind of a model that a function builds."""
 
 SENTENCES = "sentence-transformers"
-"""In the place of an architecture: all-MiniLM-L6-v2 with its trained weights, pooling and normalisation."""
+"""Instead of an architecture: all-MiniLM-L6-v2 with its trained weights, pooling and normalisation."""
 
 PUBLISHED = [Published(**model) for model in json.loads(Path(__file__).with_suffix(".json").read_bytes())]
-"""Of `published.json`. Decoders have two samples at most: a batch of logits over 100,000 words and more is larger than
-the model."""
+"""The models of `published.json`. Decoders have two samples at most: a batch of logits over a vocabulary of 100,000 and
+more is larger than the model."""
 
 
 def _bert(layers: int, width: int) -> Published:
@@ -98,4 +98,4 @@ GROWTH = {
     "depth": [_bert(layers, 768) for layers in (6, 12, 24, 48)],
     "width": [_bert(12, width) for width in (192, 384, 768, 1536)],
 }
-"""BERTs that differ in depth alone, and in width alone; one is in both."""
+"""BERTs that differ only in depth, and only in width; one is in both."""

@@ -1,8 +1,8 @@
-"""A decoder of about 100 million parameters, token by token, against every other way to decode it, held to limits.
+"""Decoding of a model with about 100 million parameters, compared with all peers and checked against limits.
 
 `python -m benchmarks run decoding` deploys a Llama with random weights and a cache of 2,048 tokens, and
-times steps behind 128 and 1,024 tokens of context. It writes `benchmarks/results/decoding.json`, and ends with 1 where
-a limit is broken or the bundle's answer is wrong.
+times steps after 128 and 1,024 tokens of context. It writes `benchmarks/results/decoding.json`, and exits with 1 if a
+limit is exceeded or the bundle's answer is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES: Mapping[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "intermediate_size": 2048, "vocab_size": 16000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
-"""Of a Llama of 100.1 million parameters."""
+"""Configuration of a Llama with 100.1 million parameters."""
 
 CACHE_TOKENS, MAX_TOKENS = 2048, 256
 
@@ -38,10 +38,12 @@ EAGER_AT_MOST, PEER_AT_MOST, LEAST_SHARE = 0.9, 1.0, 0.6
 
 
 def measure(
-    rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 24,
-    openings: Annotated[int, typer.Option(help="How often every contender is opened.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Timed rounds per contender.")] = 24,
+    openings: Annotated[
+        int, typer.Option(help="Times each contender is reloaded; rounds are split between loads.")
+    ] = 4,
 ) -> DecodingResults:
-    """The times of steps and of first tokens."""
+    """Measure the times of steps and of first tokens."""
     with tempfile.TemporaryDirectory() as folder:
         measured = attnforge.benchmark(
             deployed(Path(folder)), against=["all"], decode=True, contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
@@ -54,68 +56,68 @@ def measure(
 def deployed(
     folder: Path, sizes: Mapping[str, Any] = SIZES, cache_tokens: int = CACHE_TOKENS, max_tokens: int = MAX_TOKENS
 ) -> Bundle:
-    """The bundle, for 1 or 2 samples.
+    """Deploy the Llama for 1 or 2 samples.
 
     Args:
-        folder: where it is written, with the configuration beside it.
-        sizes: of the Llama.
-        cache_tokens: that its caches hold.
-        max_tokens: that one call of the model takes at most.
+        folder: folder for the bundle, with the configuration next to it.
+        sizes: configuration of the Llama.
+        cache_tokens: capacity of its caches in tokens.
+        max_tokens: maximum tokens of one call of the model.
     """
     options = {"inputs": "input_ids", "batch": 2, "max_batch": 2, "tokens": max_tokens // 2, "max_tokens": max_tokens}
     llama = Published("llama-100m", "decoder", "LlamaForCausalLM", sizes, options)
     return llama.deployed(folder, tune=False, cache_tokens=cache_tokens)
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """Every figure that has a limit, at every context. A peer that was wrong has no time and is not compared with."""
+    """Yield a claim for every figure with a limit, at every context. Wrong peers have no time to compare with."""
     measured = DecodingResults.model_validate(figures)
     for context in measured.contexts:
-        best, behind = measured.best, f"behind {context:,} tokens"
+        best, after = measured.best, f"after {context:,} tokens"
         ours = best.at(context) if best is not None else None
         peers = [(peer, step) for peer in measured.contenders if not peer.ours and (step := peer.at(context))]
         eager = next((pair for pair in peers if pair[0].name == EAGER), None)
         others = [pair for pair in peers if pair[0].name != EAGER]
         fastest = min(others, key=lambda pair: pair[1].latency.median.value, default=None)
-        yield _against(f"ms a token, of {EAGER}'s, {behind}", EAGER_AT_MOST, ours, eager)
-        yield _against(f"ms a token, of the best other peer's, {behind}", PEER_AT_MOST, ours, fastest)
+        yield _against(f"ms a token, of {EAGER}'s, {after}", EAGER_AT_MOST, ours, eager)
+        yield _against(f"ms a token, of the best other peer's, {after}", PEER_AT_MOST, ours, fastest)
         limit = measured.limits.get(context)
         over = None
         if ours is not None and limit is not None:
             over = ratio_of(ours.latency.rounds, limit.latency.rounds, ours.latency.openings)
-        said = f"ms a token, of the limit by bandwidth, {behind} ({percent(LEAST_SHARE)} of the limit at least)"
-        yield Claim(said, over, round(1 / LEAST_SHARE, 4))
+        text = f"ms a token, of the limit by bandwidth, {after} ({percent(LEAST_SHARE)} of the limit at least)"
+        yield Claim(text, over, round(1 / LEAST_SHARE, 4))
 
 
 def _against(
-    text: str, at_most: float, ours: StepTime | None, other: tuple[DecodingContender, StepTime] | None
+    text: str, at_most: float, ours: StepTime | None, theirs: tuple[DecodingContender, StepTime] | None
 ) -> Claim:
-    if ours is None or other is None:
+    if ours is None or theirs is None:
         return Claim(text, None, at_most)
-    peer, step = other
+    peer, step = theirs
     ratio = ratio_of(ours.latency.rounds, step.latency.rounds, step.latency.openings)
     return Claim(text, ratio, at_most, peer.name)
 
 
 def broken(figures: dict[str, Any]) -> list[str]:
-    """The claims that do not hold, and contenders of the bundle's own that were not timed."""
+    """Return the claims that do not hold, and a line if no backend of the bundle was timed."""
     lines = not_held(claims(figures))
     is_timed = DecodingResults.model_validate(figures).best is not None
-    return lines if is_timed else [*lines, "no backend of the bundle's was timed"]
+    return lines if is_timed else [*lines, "no backend of the bundle was timed"]
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The claims, the time of a step by context, and the time to first token, as Markdown."""
+    """Return the claims, the time of a step by context, and the time to first token, as Markdown."""
     measured = DecodingResults.model_validate(figures)
     load = measured.environment.load_before
     before = [] if load is None else [f"load {load:.2g} before"]
     parts = [claims_table(claims(figures)), *(_steps_table(measured, context) for context in measured.contexts)]
     if measured.prompts:
         parts.append(_first_tokens_table(measured))
-    parts += [f"Not timed, for its logits are wrong: {name}: {why}." for name, why in measured.wrong.items()]
+    parts += [f"Not timed, because its logits are wrong: {name}: {why}." for name, why in measured.wrong.items()]
     if measured.skipped:
         parts.append("Not run: " + "; ".join(f"{name}: {why}" for name, why in measured.skipped.items()) + ".")
     return "\n\n".join([*parts, "; ".join([where(figures), *before])])
@@ -137,13 +139,13 @@ def _steps_table(measured: DecodingResults, context: int) -> str:
         for step, contender in timed
     ]
     limit = measured.limits.get(context)
-    said = (
+    bound = (
         ""
         if limit is None
         else f": {limit.latency.median.value:.3g} ms to copy {(limit.weights + limit.cache) / 1e6:,.0f} MB"
     )
     head = ("contender", "ms a token (95%)", "tokens a second", "ratio to ours (95%)", "share of the limit", "error")
-    return f"Behind {context:,} tokens{said}\n\n{markdown_table(head, rows, 1)}"
+    return f"After {context:,} tokens{bound}\n\n{markdown_table(head, rows, 1)}"
 
 
 def _first_tokens_table(measured: DecodingResults) -> str:
@@ -159,7 +161,7 @@ def _first_tokens_table(measured: DecodingResults) -> str:
     head = (
         "ms to first token (95%)",
         *(f"prompt of {prompt:,}" for prompt in measured.prompts),
-        "KiB that a step adds",
+        "KiB added per step",
     )
     return markdown_table(head, rows, 1)
 

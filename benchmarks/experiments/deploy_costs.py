@@ -1,8 +1,8 @@
-"""What a deploy may cost, held to its limits on models of real size.
+"""The cost of a deploy, checked against limits on models of real size.
 
-`python -m benchmarks run deploy-costs` measures, of every model of :data:`LIMITS`: torch's plain export,
-its opening and one comparison; a deploy with an empty cache; the same deploy again; and a verification. It writes
-`benchmarks/results/deploy_costs.json`. Every step is a process of its own, and a ratio is of two steps of one run.
+`python -m benchmarks run deploy-costs` measures for every model of :data:`LIMITS`: torch's plain export, its
+load and one comparison; a deploy with an empty cache; the same deploy again; and a verification. It writes
+`benchmarks/results/deploy_costs.json`. Every step runs in its own process, and ratios compare steps of one run.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from benchmarks.experiments.real_sizes import builder_of, peak_of
 from benchmarks.published import CALLABLE, PUBLISHED, Published
 
 AGAIN = 1 / 3
-"""Most time of a second tuned deploy of the same model, in the first one's; without the importing of libraries and the
-making of the model, which both do."""
+"""Maximum time of a second tuned deploy of the same model, relative to the first; without importing libraries and
+building the model, which both do."""
 
 FLOAT = 4
-"""Bytes of a parameter."""
+"""Bytes per parameter."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that deploying one model may cost.
+    """The maximum cost of deploying one model.
 
     Attributes:
-        model: a published one, or a callable.
+        model: a published model, or a callable.
         tune: whether deploying measures forms and backends.
-        targets: None for all that a machine without a GPU can build.
-        ratio: time of a deploy, in the plain path's.
+        targets: targets to deploy for; None for all that a machine without a GPU can build.
+        ratio: time of a deploy relative to the plain path.
         seconds: time of a deploy.
-        gib: memory of a deploy's largest process but for TensorRT's builder; None for the plain path's and twice the
-            weights.
+        gib: memory of a deploy's largest process, except TensorRT's builder; None for that of the plain path plus
+            twice the weights.
         verify_gib: memory of a verification.
     """
 
@@ -61,13 +61,13 @@ class Limit:
 
     @property
     def how(self) -> str:
-        """The options of the deploy, as the command line has them."""
+        """The options of the deploy, as on the command line."""
         options = [] if self.tune else ["--no-tune"]
         return " ".join([*options, *(f"--target {target}" for target in self.targets or ())]) or "default"
 
 
 def bare_causal_attention() -> Example:
-    """Eight heads of 64 over 1 to 8,192 tokens, 4,096 in the example: the largest case has 537 million scores."""
+    """Return causal attention with 8 heads of 64 over 1 to 8,192 tokens; the largest case has 537 million scores."""
     return masks.bare(is_window=False, most=8192)
 
 
@@ -92,7 +92,7 @@ LIMITS = (
 
 
 def measure(limit: Limit) -> dict[str, Any]:
-    """What every step gave, as :func:`benchmarks.deploy_steps.in_a_process` has it."""
+    """Measure every step, with the figures of :func:`benchmarks.deploy_steps.in_a_process`."""
     with tempfile.TemporaryDirectory() as name:
         order = Order(
             model=limit.model.source(Path(name)), options=dict(limit.model.options), folder=Path(name),
@@ -103,7 +103,7 @@ def measure(limit: Limit) -> dict[str, Any]:
 
 
 def _pairs(figures: Mapping[str, Any]) -> list[tuple[Limit, dict[str, Any]]]:
-    """Every limit with what was measured of its model."""
+    """Return every limit with the figures of its model."""
     return [(limit, record) for limit in LIMITS if (record := figures["models"].get(limit.title)) is not None]
 
 
@@ -112,7 +112,7 @@ def _failed(record: Mapping[str, Any]) -> list[str]:
 
 
 def claims(figures: Mapping[str, Any]) -> Iterator[Claim]:
-    """Every cost that is limited, of deploys of which no step failed."""
+    """Yield a claim for every limited cost of deploys without failed steps."""
     for limit, record in _pairs(figures):
         if not _failed(record):
             plain, deploy, verify = (record[step] for step in ("plain", "deploy", "verify"))
@@ -123,25 +123,25 @@ def claims(figures: Mapping[str, Any]) -> Iterator[Claim]:
                 "GiB of a verification": (_gib(verify), limit.verify_gib),
                 "the first deploy's time, again": (_again(record), AGAIN if limit.tune else inf),
             }
-            for what, (cost, most) in costs.items():
+            for quantity, (cost, most) in costs.items():
                 if most != inf:
-                    yield Claim(f"{limit.title}: {what}", cost, most)
+                    yield Claim(f"{limit.title}: {quantity}", cost, most)
 
 
 def broken(figures: Mapping[str, Any]) -> list[str]:
-    """Steps that failed and limits that are not kept."""
+    """Return the steps that failed and the limits that are exceeded."""
     failed = [f"{limit.title}: {reason}" for limit, record in _pairs(figures) for reason in _failed(record)]
     return failed + not_held(claims(figures))
 
 
 def _again(record: Mapping[str, Any]) -> float:
-    """Seconds of the second deploy's stages, in those of the first."""
+    """Return the seconds of the second deploy's stages relative to the first."""
     first, second = (sum(record[step]["stages"].values()) for step in ("deploy", "again"))
     return float(second / first)
 
 
 def _most_gib(limit: Limit, record: Mapping[str, Any]) -> float:
-    """GiB that a deploy may have in one process."""
+    """Return the maximum GiB of one process of a deploy."""
     if limit.gib is not None:
         return limit.gib
     return float(record["plain"]["peak"] + 2 * FLOAT * record["deploy"]["parameters"]) / GIB
@@ -152,7 +152,7 @@ def _gib(step: Mapping[str, Any]) -> float:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """What each deploy cost and may cost, as Markdown, and below it what was not kept."""
+    """Return the costs and limits of each deploy as Markdown, followed by failures and exceeded limits."""
     header = (
         "model", "options", "deploy, s", "plain, s", "ratio", "at most", "GiB", "at most", "builder, GiB",
         "again, s", "stages, of the first's", "verify, GiB", "within the budget", "`auto` loads",

@@ -1,8 +1,8 @@
-"""Models in 8 bits beside the same in fp32 and bf16, and beside what others quantise, in one run.
+"""int8 models compared in one run with the same models in fp32 and bf16, and with other quantisation tools.
 
-`python -m benchmarks run eight-bits` deploys each model three times, lets ONNX Runtime's and NNCF's tools
-quantise it, holds all to the same gate on sentences that calibrated nothing, and times all in turns. It
-writes `benchmarks/results/eight_bits.json`, and ends with 1 where a limit is broken.
+`python -m benchmarks run eight-bits` deploys each model three times, quantises it with ONNX Runtime's and NNCF's
+tools, checks all against the same gate on sentences that were not used for calibration, and times all in turns. It
+writes `benchmarks/results/eight_bits.json`, and exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ SUBJECTS = {
     "all-MiniLM-L6-v2": Published("minilm", "encoder", SENTENCES, {}, {"tokens": TOKENS, "batch": 1}),
 }
 GATE = {"max_error": 0.1}
-"""What quantising may cost: the relative error of sentences' embeddings, or of tokens', which is a cosine of 0.995."""
+"""Maximum relative error of the embeddings of sentences, or of tokens, which is a cosine of 0.995."""
 
 OF_FP32, OF_PEERS, OF_BF16, OF_SIZE = 1 / 1.8, 1.05, 1.0, 0.3
-"""What int8 may take of the time of fp32, of the fastest quantised peer that passes, and of bf16; and of the bytes of
-fp32."""
+"""Maximum time of int8 relative to fp32, to the fastest quantised peer that passes, and to bf16; and maximum bytes
+relative to fp32."""
 
 CALIBRATE, TRY = 48, 240
-"""Sentences that calibrate, and others that the gate is measured on."""
+"""Numbers of sentences for calibration, and of other sentences for the gate."""
 
 Runner = Callable[[dict[str, Array]], Mapping[str, Array]]
 
 
 def sentences(count: int) -> list[str]:
-    """Real English sentences: of Python's own reference, which comes with it."""
-    found: dict[str, None] = {}
+    """Return real English sentences, from the language reference that ships with Python."""
+    unique: dict[str, None] = {}
     for text in pydoc_data.topics.topics.values():
         for paragraph in re.split(r"\n\s*\n", text):
             for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
                 if 40 <= len(sentence) <= 300 and re.fullmatch(r"[A-Z][a-z][\w ,;'’()-]+\.", sentence):
-                    found[sentence] = None
-    return list(found)[:count]
+                    unique[sentence] = None
+    return list(unique)[:count]
 
 
 def tokenized(texts: Sequence[str], names: Sequence[str]) -> list[dict[str, Array]]:
-    """Batches of sentences as the models take them: ids of BERT's uncased vocabulary, padded in each batch."""
+    """Return batches of sentences as model inputs: ids of BERT's uncased vocabulary, padded in each batch."""
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(str(minilm()))
@@ -78,10 +78,10 @@ def tokenized(texts: Sequence[str], names: Sequence[str]) -> list[dict[str, Arra
 
 def measure(
     model: Published,
-    rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Timed rounds per contender.")] = 15,
     threads: int = processors(),
 ) -> dict[str, Any]:
-    """What every contender errs by, weighs and takes, at a batch of one and all tokens."""
+    """Measure every contender's error, size and time, at a batch of one and all tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         return _measured(build(model.source(folder), model.options, None)[0], folder, rounds, threads)
@@ -96,8 +96,8 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
     bundles = {}
     for precision in ("fp32", "bf16", "int8"):
         options: dict[str, Any] = {"data": calibrating, **GATE} if precision == "int8" else {}
-        to = folder / precision
-        bundles[precision] = deployed(example, to, to.name, precision=precision, cache=False, **options)
+        target = folder / precision
+        bundles[precision] = deployed(example, target, target.name, precision=precision, cache=False, **options)
     timed = _timed(names)
     contenders: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -112,17 +112,17 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
             try:
                 runs[name] = peer.open(job, stack)
                 contenders[name] = {}
-            except Exception as error:  # what a tool refuses is a result
+            except Exception as error:  # a tool's refusal is a result
                 contenders[name] = {"refused": first_line(error)}
         for name, run in runs.items():
-            say(f"hold {name}")
+            say(f"check {name}")
             answers = [_first(run(feeds)) for feeds in tried]
             contenders[name] |= {"error": _error(answers, truth), "cosine": _cosine(answers, truth)}
             contenders[name]["passes"] = contenders[name]["error"] <= GATE["max_error"]
         for name in [name for name in runs if name in QUANTISED and QUANTISED[name].engine == "openvino"]:
             make = QUANTISED[name].file
             assert make is not None
-            runs[name] = ENGINES["openvino-static"](job, make(job), stack)  # as a session of ours does by itself
+            runs[name] = ENGINES["openvino-static"](job, make(job), stack)  # as our sessions do automatically
         say("time")
         times = race({name: partial(run, timed) for name, run in runs.items()}, rounds)
     for name, turns in times.items():
@@ -141,7 +141,7 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
 
 
 def _timed(names: Sequence[str]) -> dict[str, Array]:
-    """One sample of all tokens."""
+    """Return one sample of full length."""
     ids = tokenized([" ".join(sentences(16))], names)[0]
     return {name: array[:, :TOKENS] for name, array in ids.items()}
 
@@ -152,12 +152,12 @@ def _first(outputs: Any) -> Array:
 
 
 def _error(answers: Sequence[Array], truth: Sequence[Array]) -> float:
-    """The largest relative error of a batch."""
+    """Return the largest relative error of a batch."""
     return max(map(relative_error, answers, truth))
 
 
 def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:
-    """The least cosine of a row with float64's."""
+    """Return the least cosine between a row and that of float64."""
 
     def least(answer: Array, exact: Array) -> float:
         norms = np.linalg.norm(answer, axis=-1) * np.linalg.norm(exact, axis=-1)
@@ -167,38 +167,38 @@ def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:
 
 
 def _megabytes(bundle: Bundle) -> float:
-    """MB of the canonical graph and of the weights that the bundle's graphs share; of 16 bits those are there in fp32
-    too, for ONNX Runtime."""
+    """Return the MB of the canonical graph and of the bundle's shared weights; for 16-bit precisions these include fp32
+    copies for ONNX Runtime."""
     files = [bundle.path / "canonical.onnx", bundle.path / WEIGHTS]
     return sum(file.stat().st_size for file in files if file.exists()) / 1e6
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """What int8 takes and weighs, of others."""
+    """Yield the claims about int8's time and size relative to others."""
     for name, model in figures["models"].items():
-        of = {key: one["of_int8"]["value"] for key, one in model["contenders"].items() if one.get("passes")}
-        peers = [key for key in of if key in QUANTISED]
-        fastest = [max(peers, key=lambda key: of[key])] if peers else []
+        ratios = {key: each["of_int8"]["value"] for key, each in model["contenders"].items() if each.get("passes")}
+        peers = [key for key in ratios if key in QUANTISED]
+        fastest = [max(peers, key=lambda key: ratios[key])] if peers else []
         limits = {"attnforge fp32": OF_FP32, "attnforge bf16": OF_BF16, **dict.fromkeys(fastest, OF_PEERS)}
-        yield from (Claim(f"{name}: int8's time", of[key], most, key) for key, most in limits.items())
+        yield from (Claim(f"{name}: int8's time", ratios[key], most, key) for key, most in limits.items())
         low, high = (model["contenders"][f"attnforge {precision}"]["mb"] for precision in ("int8", "fp32"))
         yield Claim(f"{name}: int8's weights on disk", low / high, OF_SIZE, "attnforge fp32")
 
 
 COLUMNS: Columns = {
     "model": "{model}".format_map,
-    "contender": lambda one: f"{one['name']}, {one['backend']}" if "backend" in one else one["name"],
+    "contender": lambda each: f"{each['name']}, {each['backend']}" if "backend" in each else each["name"],
     "ms (95%)": "{ms[value]:.1f} ({ms[low]:.1f}–{ms[high]:.1f})".format_map,
     "MB": "{mb:,.0f}".format_map,
     "error": "{error:.1e}".format_map,
     "least cosine": "{cosine:.4f}".format_map,
-    "within 0.1": lambda one: one["refused"] if "refused" in one else "yes" if one["passes"] else "no",
+    "within 0.1": lambda each: each["refused"] if "refused" in each else "yes" if each["passes"] else "no",
 }
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Every contender, and the limits, as Markdown."""
-    rows = [{**one, "model": n} for n, model in figures["models"].items() for one in named(model["contenders"])]
+    """Return every contender, and the limits, as Markdown."""
+    rows = [{**each, "model": n} for n, model in figures["models"].items() for each in named(model["contenders"])]
     return "\n\n".join((table_of(COLUMNS, rows, 2, ""), claims_table(claims(figures)), where(figures)))
 
 

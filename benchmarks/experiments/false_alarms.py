@@ -1,15 +1,16 @@
-"""How often `verify` rejects what is right: models drawn at random, deployed, and held to the budget.
+"""How often `verify` rejects correct deployments: random models, deployed and checked against the budget.
 
-`python -m benchmarks run false-alarms` writes `benchmarks/results/false_alarms.json`. Models are drawn
-twice: usual ones (:mod:`tests.support.random_models`), and ones whose inputs are hostile
-(:mod:`tests.support.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit
-model the plan of TensorRT-RTX is judged too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
-`--draw int8` puts the products of the usual models in 8 bits, and writes `benchmarks/results/false_alarms_int8.json`.
-`--draw decoder` deploys random decoders (:mod:`tests.support.random_decoders`) with a cache, holds them
-to the budget in every order of their tokens, and writes `benchmarks/results/false_alarms_decoder.json`.
+`python -m benchmarks run false-alarms` writes `benchmarks/results/false_alarms.json`. There are two random draws:
+usual models (:mod:`tests.support.random_models`), and models with hostile inputs
+(:mod:`tests.support.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit model the
+plan of TensorRT-RTX is checked too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
+`--draw int8` quantises the products of the usual models to 8 bits, and writes
+`benchmarks/results/false_alarms_int8.json`. `--draw decoder` deploys random decoders
+(:mod:`tests.support.random_decoders`) with a cache, checks them in every order of their tokens, and writes
+`benchmarks/results/false_alarms_decoder.json`.
 
-A model that its precision does not hold, so that eager overflows on ordinary inputs, is rejected by rule
-(:mod:`attnforge.runtime.parity.budget`). Such models are counted apart, as are models that deploy refuses.
+A model that overflows at its precision, in eager mode on ordinary inputs, is rejected by rule
+(:mod:`attnforge.runtime.parity.budget`). Such models are counted separately, as are models that deploy refuses.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
 
 MAX_ERROR = 0.9
-"""What quantising may cost a random model: whether the deployment is the quantised model is asked here, not whether
-that is a good one."""
+"""Maximum error of quantising a random model: large, because this checks whether the deployment equals the quantised
+model, not whether that model is good."""
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -59,7 +60,7 @@ Draw = Literal["usual", "hostile", "int8", "decoder"]
 
 
 def draw_in_8_bits(seed: int) -> Recipe:
-    """A usual model's recipe, with its products in 8 bits."""
+    """Return a usual model's recipe, with its products in 8 bits."""
     return replace(draw(seed), precision="int8")
 
 
@@ -69,15 +70,17 @@ DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]
     "int8": (draw_in_8_bits, make),
     "decoder": (draw_decoder, make_decoder),
 }
-"""By name, what draws recipes and what makes their models."""
+"""By name, the functions that draw recipes and build their models."""
 
 
 def measure(
-    count: Annotated[int, typer.Option(help="How many models of each draw to deploy.")] = 200,
-    first: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
-    drawn: Annotated[Draw | None, typer.Option("--draw", help="What to draw alone; else usual and hostile.")] = None,
+    count: Annotated[int, typer.Option(help="Number of models per draw.")] = 200,
+    first: Annotated[int, typer.Option(help="First seed; the others follow it.")] = 0,
+    drawn: Annotated[
+        Draw | None, typer.Option("--draw", help="Run only this draw (default: usual and hostile).")
+    ] = None,
 ) -> dict[str, Any]:
-    """What became of the seeds of every draw."""
+    """Deploy and verify the seeds of every draw."""
     outcomes: dict[Draw, list[Outcome]] = {}
     for name in (drawn,) if drawn is not None else ("usual", "hostile"):
         recipe_of, model_of = DRAWS[name]
@@ -89,13 +92,13 @@ def measure(
 
 @dataclass
 class Outcome:
-    """What became of one recipe.
+    """The outcome of one recipe.
 
     Attributes:
         recipe: the recipe.
-        refused: why it was not deployed; None where it was.
-        wrong: why deploy would have refused it as wrong, which is a false alarm as well; None where it would not.
-        comparisons: one for every output of every case, by what ran: `onnxruntime` or `tensorrt, emulated`.
+        refused: why deploy refused it; None if it was deployed.
+        wrong: why deploy would have rejected it as wrong, which is a false alarm too; None if it would not.
+        comparisons: one for every output of every case, by backend: `onnxruntime` or `tensorrt, emulated`.
     """
 
     recipe: Recipe
@@ -105,13 +108,13 @@ class Outcome:
 
     @property
     def not_held(self) -> bool:
-        """Whether eager's precision does not hold the model on ordinary inputs."""
+        """Whether the model overflows in eager mode at its precision, on ordinary inputs."""
         every = (c for comparisons in self.comparisons.values() for c in comparisons)
         return any("overflows: NaN or infinity" in (c.reason or "") for c in every)
 
     @property
     def rejected(self) -> dict[str, list[str]]:
-        """What was said of comparisons that failed, by what ran; that of a model that is not held does not count."""
+        """Reasons of failed comparisons, by backend; empty for a model that overflows."""
         if self.not_held:
             return {}
         failed = {
@@ -126,18 +129,18 @@ class Outcome:
         if self.refused is not None:
             return f"{name}: refused: {self.refused}"
         if self.not_held:
-            return f"{name}: not held"
+            return f"{name}: overflows"
         margins = ", ".join(f"{what} {max(map(margin, cs), default=0.0):.2f}" for what, cs in self.comparisons.items())
         reasons = "; ".join(reason for reasons in self.rejected.values() for reason in reasons)
         return f"{name}: {margins}" + (f"; REJECTED {asdict(self.recipe)}: {reasons}" if reasons else "")
 
 
 def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
-    """Deploy the model of a recipe and hold it to the budget.
+    """Deploy the model of a recipe and check it against the budget.
 
     Args:
-        recipe: of a model.
-        make: makes it.
+        recipe: recipe of the model.
+        make: builds the model.
     """
     outcome = Outcome(recipe)
     with tempfile.TemporaryDirectory() as folder:
@@ -159,8 +162,9 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
 
 
 def emulated(bundle: Bundle) -> Iterator[Comparison]:
-    """The comparisons of a 16-bit bundle's graph as TensorRT-RTX compiles it, 16-bit storage emulated. What kernels
-    store is read off the plan, which needs no GPU to be built; without TensorRT-RTX, every result counts as stored."""
+    """Yield the comparisons of a 16-bit bundle's graph as TensorRT-RTX compiles it, with 16-bit storage emulated. The
+    plan, which needs no GPU to be built, shows what kernels store; without TensorRT-RTX, every result counts as
+    stored."""
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = load_graph(bundle, CANONICAL)
     lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
@@ -176,7 +180,7 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
 
 
 def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
-    """The plan of TensorRT-RTX; None where TensorRT-RTX is not installed."""
+    """Return the plan of TensorRT-RTX; None if TensorRT-RTX is not installed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         save(model, file)
@@ -187,19 +191,19 @@ def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
 
 
 def margin(comparison: Comparison) -> float:
-    """The share of its budget that an output takes up: above 1 it fails."""
+    """Return the share of the budget that an output uses; above 1 it fails."""
     largest = comparison.max_error / comparison.max_budget if comparison.max_budget else float(comparison.max_error > 0)
     return max(comparison.error / comparison.budget, largest)
 
 
 def figures_of(outcomes: Mapping[Draw, Sequence[Outcome]], first: int, count: int) -> dict[str, Any]:
-    """What became of `count` seeds of every draw, from `first` on."""
+    """Return the figures of `count` seeds of every draw, starting at `first`."""
     draws = {name: summary(of_draw) for name, of_draw in outcomes.items()}
     return {"seeds": [first, first + count - 1], "draws": draws}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts, margins over all cases, and every rejection with its recipe."""
+    """Return counts, margins over all cases, and every rejection with its recipe."""
     deployed = [outcome for outcome in outcomes if outcome.refused is None and not outcome.not_held]
     margins: dict[str, dict[str, list[float]]] = {}
     for outcome in deployed:
@@ -229,7 +233,7 @@ def _quantiles(margins: Sequence[float]) -> dict[str, float]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     header = ("models", "run by", "precision", "comparisons", *QUANTILES, "rejected")
     rows, counts = [], []
     for name, of_draw in figures["draws"].items():
@@ -242,13 +246,13 @@ def table(figures: dict[str, Any]) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in of_draw["by_kind"].items())
         counts.append(
             f"{of_draw['deployed']} {name} models ({kinds}), {rejected} rejected; {len(of_draw['not_held'])} more "
-            f"that their precision does not hold, {len(of_draw['refused'])} that were refused."
+            f"overflow at their precision, {len(of_draw['refused'])} were refused."
         )
     return "\n".join([markdown_table(header, rows, words=3), "", *counts, f"`{figures['command']}`"])
 
 
 def tables(figures: dict[str, Any]) -> dict[str, str]:
-    """The table, by the name that its place has for these draws."""
+    """Return the table, by the name of its marks for these draws."""
     alone = [f"-{name}" for name in figures["draws"] if len(figures["draws"]) == 1]
     return {"".join(["false-alarms", *alone]): table(figures)}
 

@@ -1,10 +1,10 @@
-"""How many attention sites are fused: by attnforge, by others' optimisers, and by TensorRT-RTX alone.
+"""How many attention sites are fused: by attnforge, by other optimisers, and by TensorRT-RTX alone.
 
 `python -m benchmarks run fusion` writes `benchmarks/results/fusion_coverage.json`. Every model is exported
-anew for each column: for attnforge and for TensorRT-RTX alone by torch.export at opset 23 in fp16; for ONNX Runtime's
-optimisers in fp32 by torch.export at opset 18; and for `onnxruntime.transformers.optimizer`, which was written for the
-graphs of the older exporter, by TorchScript at opset 17 as well. That optimizer is tried as every kind of model that it
-knows, and is told the number of heads and the hidden size. Counted are sites that became one operator, and for
+separately for each column: for attnforge and for TensorRT-RTX alone by torch.export at opset 23 in fp16; for ONNX
+Runtime's optimisers in fp32 by torch.export at opset 18; and for `onnxruntime.transformers.optimizer`, which was
+written for the graphs of the older exporter, also by TorchScript at opset 17. That optimizer is tried with every model
+type, and is given the number of heads and the hidden size. The counts are sites that became one operator, and for
 TensorRT-RTX fused attention kernels in the plan.
 """
 
@@ -50,16 +50,16 @@ COLUMNS = {
     "ort_fusions": "ort_fusions",
     "tensorrt_rtx_alone": "TensorRT-RTX alone",
 }
-"""Headings of the table, by the names that the counts have in the results file."""
+"""Headings of the table, by the names of the counts in the results file."""
 
 BUILT = ("tensorrt_rtx", "tensorrt_rtx_alone")
-"""Columns that attnforge builds itself, where only its own errors are refusals."""
+"""Columns built by attnforge, for which only its own errors count as refusals."""
 
 Exporter = Callable[[torch.nn.Module, tuple[Any, ...], Any, Path], None]
 
 
 def models() -> dict[str, Callable[[], Example]]:
-    """Every model by name: Hugging Face's in both their forms of attention, one with trained weights, our own."""
+    """Return all models by name: Hugging Face's with both forms of attention, one with trained weights, and ours."""
     every: dict[str, Callable[[], Example]] = {
         f"{name}, {attention}": partial(build, name, attention) for name, attention in variants()
     }
@@ -68,7 +68,7 @@ def models() -> dict[str, Callable[[], Example]]:
 
 
 def coverage(make: Callable[[], Example]) -> dict[str, Any]:
-    """For one model: its sites, and how many each way fuses. What a tool refuses counts as none, with its words."""
+    """Count a model's sites, and how many each tool fuses. A refusal counts as none, recorded with its message."""
     model = make()
     captured = capture(*model, precision_named("fp16"))
     plain = captured.model.clone()
@@ -97,7 +97,7 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
         counts: dict[str, Any] = {"sites": len(sites), "canonical": sum(site.node is not None for site in sites)}
         refused: dict[str, str] = {}
         for column, count in ways.items():
-            refusals = AttnforgeError if column in BUILT else Exception  # others' tools raise anything
+            refusals = AttnforgeError if column in BUILT else Exception  # third-party tools raise anything
             try:
                 counts[column] = count()
             except refusals as error:
@@ -106,10 +106,13 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
 
 
 def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path) -> None:
-    """Write a module as torch's older exporter, which traces it to TorchScript, writes it at opset 17.
+    """Write a module with torch's older exporter, which traces it to TorchScript, at opset 17.
 
     Args:
+        module: the module.
+        args: example inputs.
         shapes: dynamic shapes as torch.export takes them, by the input's name or in order.
+        file: file to write.
     """
     names = list(inspect.signature(module.forward).parameters)[: len(args)]
     by_name = shapes if isinstance(shapes, dict) else dict(zip(names, shapes or (), strict=False))
@@ -130,9 +133,11 @@ def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     rows = figures["models"]
-    columns = [column for column in COLUMNS if all(column in row for row in rows.values())]  # an older file has fewer
+    columns = [
+        column for column in COLUMNS if all(column in row for row in rows.values())
+    ]  # an older file may have fewer
     lines = [
         (name, row["sites"], *("–" if column in row["refused"] else row[column] for column in columns))
         for name, row in rows.items()
@@ -145,7 +150,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """The totals, in a sentence."""
+    """Return the totals as a sentence."""
     rows = figures["models"].values()
     sites, canonical, compiled, alone = (
         sum(row[column] for row in rows) for column in ("sites", "canonical", "tensorrt_rtx", "tensorrt_rtx_alone")

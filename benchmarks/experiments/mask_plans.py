@@ -1,8 +1,8 @@
-"""What TensorRT-RTX compiles of models whose masks hide most: every site fused, and no more scores than are needed.
+"""TensorRT-RTX plans of models whose masks hide most scores: every site must be fused, without needless scores.
 
 `python -m benchmarks run mask-plans` builds fp16 plans of whole models of 4,096 tokens, needs no GPU, and
 writes `benchmarks/results/mask_plans.json`. Kernels are counted in plans of dynamic and of static tokens, scores by the
-shapes of the layers' tensors in those of static ones. It ends with 1 where a limit is broken.
+shapes of the layers' tensors in plans of static tokens. It exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.published import CALLABLE, Published
 
 TOKENS = 4096
 MOST_OF_NEEDED, MOST_OF_ALL = 1.3, 0.65
-"""Scores of a window, of those that are needed; of causal attention, of all n²."""
+"""Maximum scores of a window, relative to the needed ones; and of causal attention, relative to all n²."""
 
 _WHOLE = [subject.model for subject in SUBJECTS if subject.model.kind != CALLABLE]
 _MISTRAL = next(model for model in _WHOLE if model.name.startswith("Mistral"))
@@ -52,12 +52,12 @@ class Attended:
     """Sites of a model that have the same mask.
 
     Attributes:
-        mask: what is proved of it.
-        sites: how many sites have it.
-        fused, fused_dynamic: how many of them are fused, in plans of static and dynamic tokens.
-        scores: that the layers of a site compute, of all heads; None where the plan does not tell.
-        needed: that the mask leaves.
-        whole: of all queries and keys.
+        mask: what is proved about it.
+        sites: number of sites with it.
+        fused, fused_dynamic: number of these that are fused, in plans of static and dynamic tokens.
+        scores: scores that the layers of a site compute, over all heads; None if the plan does not show them.
+        needed: scores that the mask does not hide.
+        whole: scores of all queries and keys.
     """
 
     mask: str
@@ -70,7 +70,7 @@ class Attended:
 
     @property
     def limit(self) -> float | None:
-        """The most scores that a site may compute; None where the mask leaves all keys to every query."""
+        """Maximum scores that a site may compute; None if the mask hides no keys."""
         if self.needed == self.whole:
             return None
         is_window = self.needed < self.whole / 2
@@ -85,19 +85,19 @@ class Attended:
 
 def measure(
     model: Published,
-    layers: Annotated[int | None, typer.Option(help="Layers of each model, in place of its own number.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of each model (default: the model's number).")] = None,
 ) -> list[dict[str, Any]]:
-    """What a model's plans are made of."""
+    """Build a model's plans, and count fused sites and scores."""
     return [asdict(attended) for attended in attended_in(model, layers)]
 
 
 def attended_in(model: Published, layers: int | None = None, tokens: int = TOKENS) -> list[Attended]:
-    """What TensorRT-RTX makes of every mask of a model in fp16.
+    """Return how TensorRT-RTX compiles every mask of a model in fp16.
 
     Args:
-        model: with random weights.
-        layers: in place of the model's own number.
-        tokens: of the example, and at most.
+        model: the model, with random weights.
+        layers: number of layers; by default the model's.
+        tokens: tokens of the example, and the maximum.
     """
     if layers is not None:
         model = replace(model, sizes={**model.sizes, "num_hidden_layers": layers})
@@ -120,12 +120,12 @@ def attended_in(model: Published, layers: int | None = None, tokens: int = TOKEN
 
 
 Needed = tuple[str, int, int]
-"""What is proved of a mask; scores that it leaves, and all."""
+"""What is proved about a mask; the scores that it does not hide, and all scores."""
 
 
 def captured_as(model: Published, tokens: int, dynamic: str) -> Captured:
-    """A model in fp16, one sample of some tokens in the example, with the dims that `dynamic` names (`tokens`) or
-    none (`none`)."""
+    """Capture a model in fp16, with one sample of `tokens` tokens in the example, and dynamic `tokens` or no dynamic
+    dims (`none`)."""
     options = {"batch": 1, "tokens": tokens, "max_tokens": tokens, "dynamic": dynamic}
     with tempfile.TemporaryDirectory() as folder:
         example: Example = build_named(model.source(Path(folder)), options, None)[0]
@@ -134,8 +134,8 @@ def captured_as(model: Published, tokens: int, dynamic: str) -> Captured:
 
 
 def plan_of(captured: Captured, tokens: int) -> tuple[dict[str, Needed], dict[str, int | None]]:
-    """What every site needs, and the scores that every fused site computes in the plan; None where the plan does not
-    tell them."""
+    """Return what every site needs, and the scores that every fused site computes in the plan; None if the plan does
+    not show them."""
     model, sizes = captured.model, {"tokens": tokens}
     sites = canonicalize(model).sites
     nodes = {node.name: node for node in model.graph if node.op_type == "Attention"}
@@ -168,7 +168,7 @@ COLUMNS: Columns = {
 
 
 def table(figures: dict[str, Any]) -> str:
-    """What is compiled of every mask, as Markdown."""
+    """Return how every mask is compiled, as Markdown."""
     rows = [
         {**asdict(mask), "model": model, "kept": "yes" if mask.keeps else "**no**"} for model, mask in _masks(figures)
     ]
@@ -182,7 +182,7 @@ def _masks(figures: dict[str, Any]) -> Iterator[tuple[str, Attended]]:
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """Sites that are not fused, and scores that are computed."""
+    """Yield the claims about sites that are not fused, and about computed scores."""
     for model, mask in _masks(figures):
         of = f"{model}, {mask.mask}"
         yield Claim(f"{of}: sites that are not fused", 2 * mask.sites - mask.fused - mask.fused_dynamic, 0)

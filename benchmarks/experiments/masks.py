@@ -1,8 +1,8 @@
-"""Attention of which a mask hides most, against every other way to run it, held to limits.
+"""Attention whose mask hides most scores, compared with all peers and checked against limits.
 
-`python -m benchmarks run masks` measures attention without weights, to the last 256 tokens and causal,
-over 1,024 to 16,384 tokens, and whole models of 4,096 tokens. It writes `benchmarks/results/masks.json`, and ends with
-1 where a limit is broken.
+`python -m benchmarks run masks` measures attention without weights, with a window of 256 tokens and causal,
+over 1,024 to 16,384 tokens, and whole models of 4,096 tokens. It writes `benchmarks/results/masks.json`, and exits with
+1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ EXAMPLE, HEADS, HEAD_SIZE = 4096, 8, 64
 WINDOW = 256
 
 IN_TORCH = ("eager", "torch-compile", "flex-attention")
-"""Peers that run 16,384 tokens; others would hold all scores, 8 GiB, several times."""
+"""Peers that run 16,384 tokens; others would materialise all scores, 8 GiB, several times."""
 
-FRUGAL = ("onnxruntime-cpu",)
-"""The bundle's backend that runs as many."""
+WITHOUT_SCORES = ("onnxruntime-cpu",)
+"""The bundle's backend that runs 16,384 tokens."""
 
 PEERS = (*IN_TORCH, "onnxruntime-plain", "onnxruntime-optimizer", "ort-fusions", "openvino-plain", "openvino-static")
 
 
 class Bare(nn.Module):
-    """Attention without weights: to the last :data:`WINDOW` keys, or to all that are not later."""
+    """Attention without weights: to the last :data:`WINDOW` keys, or causal."""
 
     def __init__(self, is_window: bool) -> None:
         super().__init__()
         self.is_window = is_window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """Attention of (batch, heads, tokens, head size) tensors; the result is of the same shape."""
+        """Return attention of (batch, heads, tokens, head size) tensors, in the same shape."""
         attend = nn.functional.scaled_dot_product_attention
         if not self.is_window:
             return {"out": attend(query, key, value, is_causal=True)}
@@ -61,7 +61,7 @@ class Bare(nn.Module):
         return {"out": attend(query, key, value, attn_mask=(index <= queries) & (index > queries - WINDOW))}
 
     def with_flex_attention(self) -> nn.Module:
-        """The same through torch's compiled `flex_attention`, which skips blocks that the mask hides."""
+        """Return the same attention through torch's compiled `flex_attention`, which skips hidden blocks."""
         return Flexed(self.is_window)
 
 
@@ -77,7 +77,7 @@ class Flexed(nn.Module):
         self.blocks: dict[int, Any] = {}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """As :meth:`Bare.forward`."""
+        """See :meth:`Bare.forward`."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         tokens = query.shape[2]
@@ -87,7 +87,7 @@ class Flexed(nn.Module):
 
 
 def seen_by(is_window: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Which keys a query sees, as `flex_attention` asks for them: by batch, head, query and key."""
+    """Return the mask function of `flex_attention`: whether a query sees a key, by batch, head, query and key."""
 
     def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_causal = key <= query
@@ -97,7 +97,7 @@ def seen_by(is_window: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
 
 
 def bare(is_window: bool, most: int = max(TOKENS)) -> Example:
-    """Attention to the last 256 tokens, or causal: eight heads of 64 over 1 to `most` tokens, 4,096 in the example."""
+    """Return windowed (256 tokens) or causal attention: 8 heads of 64, 1 to `most` tokens, 4,096 in the example."""
     tokens = torch.export.Dim("tokens", min=1, max=most)
     generator = torch.Generator().manual_seed(0)
     inputs = tuple(torch.randn(1, HEADS, EXAMPLE, HEAD_SIZE, generator=generator) for _ in range(3))
@@ -109,14 +109,14 @@ window, causal = partial(bare, True), partial(bare, False)
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and its limits.
+    """A measured model, and its limits.
 
     Attributes:
-        model: a published one, or a callable.
-        ratios: by the number of tokens, the most of the fastest peer's time that `auto` may take.
-        peers: by the number of tokens.
-        exponents: the most of time and memory over tokens; None where growth is not measured.
-        extra_mib: the most that a call may add at the most tokens.
+        model: a published model, or a callable.
+        ratios: maximum time of `auto` relative to the fastest peer, by number of tokens.
+        peers: peers by number of tokens.
+        exponents: maximum exponents of time and memory over tokens; None if growth is not measured.
+        extra_mib: maximum MiB that a call adds at the largest number of tokens.
     """
 
     model: Published
@@ -157,10 +157,8 @@ SUBJECTS = (
 )  # fmt: skip
 
 
-def measure(
-    subject: Subject, rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 9
-) -> Results:
-    """The times of a subject, and how its time and memory grow."""
+def measure(subject: Subject, rounds: Annotated[int, typer.Option(help="Timed rounds per contender.")] = 9) -> Results:
+    """Measure the times of a subject, and how its time and memory grow."""
     measured, start = new_results("", processors(), say, with_ceilings=False), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bundle = subject.model.deployed(Path(folder))
@@ -170,24 +168,24 @@ def measure(
         )  # fmt: skip
         for tokens, peers in subject.peers.items():
             bench.against = peers
-            bench.backends = None if tokens <= EXAMPLE else FRUGAL
+            bench.backends = None if tokens <= EXAMPLE else WITHOUT_SCORES
             model = measure_bundles(bench, {"tokens": tokens}, None)
-            for made in model.deployed:  # from a folder that nobody finds again
+            for made in model.deployed:  # from a temporary folder
                 made.source = made.source.replace(f"{folder}/", "")
             measured.models.append(model)
         if subject.exponents is not None:
             bench.against, bench.memory, bench.fresh_peers = ("eager",), True, ()
-            bench.backends = FRUGAL
+            bench.backends = WITHOUT_SCORES
             points = {tokens: (bundle, {"tokens": tokens}) for tokens in TOKENS}
             measured.growth.append(measured_growth(bench, "tokens", points))
     return finished(measured, start)
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """Every figure that has a limit."""
+    """Yield a claim for every figure with a limit."""
     measured = Results.model_validate(figures)
     for subject in SUBJECTS:
         for model in measured.models:
@@ -199,7 +197,7 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
 
 
 def _ratio(model: Model, most: float) -> Iterator[Claim]:
-    """What `auto` loads, against the fastest peer that is right."""
+    """Yield the claim about the backend that `auto` loads, relative to the fastest peer that is right."""
     peers = {c.name: c.ratio.value for c in model.contenders if not c.ours and c.ratio is not None and not c.wrong_in}
     if peers:
         fastest = min(peers, key=lambda name: peers[name])
@@ -208,21 +206,21 @@ def _ratio(model: Model, most: float) -> Iterator[Claim]:
 
 
 def _growth(growth: Growth, subject: Subject) -> Iterator[Claim]:
-    """The laws of what is deployed on ONNX Runtime, and the memory of its largest call."""
+    """Yield the claims about growth of the deployed model on ONNX Runtime, and about the memory of its largest call."""
     assert subject.exponents is not None
     (series,) = (series for series in growth.series if series.name == "onnxruntime-cpu")
     laws = zip(("time", "memory"), (series.time, series.memory), subject.exponents, strict=True)
-    for what, law, most in laws:
+    for quantity, law, most in laws:
         if law is not None and most != inf:
-            yield Claim(f"{subject.model.name}: p of {what} ~ tokensᵖ", law.exponent.value, most)
+            yield Claim(f"{subject.model.name}: p of {quantity} ~ tokensᵖ", law.exponent.value, most)
     last = series.extra_mib[-1] if series.extra_mib else None
     if subject.extra_mib is not None and last is not None:
         of = f"{subject.model.name}, {TOKENS[-1]:,} tokens"
-        yield Claim(f"{of}: MiB that a call adds", last, subject.extra_mib)
+        yield Claim(f"{of}: MiB added per call", last, subject.extra_mib)
 
 
 def table(figures: dict[str, Any]) -> str:
-    """What is limited, and how time and memory grow, as Markdown."""
+    """Return the claims, and how time and memory grow, as Markdown."""
     measured = Results.model_validate(figures)
     grown = [f"{growth.model}\n\n{growth_table(growth)}" for growth in measured.growth]
     return "\n\n".join([claims_table(claims(figures)), *grown, where(figures)])

@@ -1,6 +1,6 @@
-"""What a Session adds to ONNX Runtime: the same model called through it and bare, in turns.
+"""The overhead of a Session over ONNX Runtime: the same model called through both, in turns.
 
-`python -m benchmarks run overhead` writes `benchmarks/results/overhead.json`. Bare is
+`python -m benchmarks run overhead` writes `benchmarks/results/overhead.json`. Bare ONNX Runtime is
 `InferenceSession.run_with_iobinding` on inputs and outputs that were bound once, so it neither checks nor allocates nor
 binds anything. The Session does all three at every call.
 """
@@ -32,8 +32,8 @@ class Subject(NamedTuple):
     """A model, and how it is called.
 
     Attributes:
-        make: makes the model.
-        calls: of a turn.
+        make: builds the model.
+        calls: calls per turn.
         spreads: whether a call uses all threads.
     """
 
@@ -43,14 +43,14 @@ class Subject(NamedTuple):
 
 
 def measure(subject: Subject, rounds: int = 60, threads: int = 2) -> dict[str, float]:
-    """Median microseconds of a call, bare and through a Session, over rounds of calls each in turn."""
+    """Measure median microseconds of a call, bare and through a Session, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         bundle = deployed(subject.make(), Path(folder) / "bundle")
         return medians(bundle, threads if subject.spreads else 1, subject.calls, rounds)
 
 
 def medians(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, float]:
-    """Median microseconds of a call of a bundle."""
+    """Return median microseconds of a call of a bundle."""
     feeds = reference.make_inputs(reference.at(bundle.manifest.inputs, {}), bundle.manifest.inputs, {})
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -73,7 +73,7 @@ def medians(bundle: Bundle, threads: int, calls: int, rounds: int) -> dict[str, 
 
 
 def _microseconds(call: Callable[[], object], calls: int) -> float:
-    """Microseconds of a call, the mean of `calls` after one that is not timed."""
+    """Return the microseconds of a call, as the mean of `calls` after an untimed one."""
     call()
     return 1e6 * seconds_of(call, calls) / calls
 
@@ -95,7 +95,7 @@ COLUMNS: Columns = {
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     return f"{table_of(COLUMNS, named(figures['models']), None)}\n\n{where(figures)}"
 
 

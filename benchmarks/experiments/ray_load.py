@@ -1,10 +1,10 @@
-"""A Ray cluster of this machine: rows through two actors beside two plain processes, an actor and a replica that are
-killed, and bundles that nobody signed.
+"""A local Ray cluster: rows through two actors compared with two plain processes, a killed actor, a killed replica, and
+unsigned bundles.
 
 `python -m benchmarks run ray-load` writes `benchmarks/results/ray_load.json`. The rows are tiles of
-scikit-learn's photographs in Parquet; both sides read them, and predict the same batches with one thread a process, in
-turns. All outputs are compared with those of one Session to the bit, and all numbers of rows with those that were
-written. It exits with 1 where a row or a request is lost or wrong; times decide nothing.
+scikit-learn's photographs in Parquet; both sides read them, and predict the same batches with one thread per process,
+in turns. All outputs are compared bit for bit with those of one Session, and all row numbers with those that were
+written. It exits with 1 if a row or a request is lost or wrong; times do not affect the exit code.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ SAMPLES = 64
 ACTORS = 2
 RAY, PLAIN = "two actors of Ray", "two plain processes"
 REPLICA = "ray::ServeReplica"
-"""How Ray names a replica's process."""
+"""Ray's name of a replica's process."""
 
 
 def measure(
-    tiles: Annotated[int, typer.Option(help="How many rows are predicted.")] = 20_000,
-    rounds: Annotated[int, typer.Option(help="How often each side has a turn.")] = 3,
-    clients: Annotated[int, typer.Option(help="How many ask the deployment at once.")] = 16,
-    requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
+    tiles: Annotated[int, typer.Option(help="Number of rows to predict.")] = 20_000,
+    rounds: Annotated[int, typer.Option(help="Rounds per side.")] = 3,
+    clients: Annotated[int, typer.Option(help="Number of concurrent clients of the deployment.")] = 16,
+    requests: Annotated[int, typer.Option(help="Requests per client.")] = 500,
 ) -> dict[str, Any]:
-    """What came of rows, of a deployment, of what was killed, and of bundles that nobody signed."""
+    """Measure rows, a deployment, killed processes, and unsigned bundles."""
     busy = os.getloadavg()[0]
     with temporary_folder() as folder:
         bundle = deployed(build_model(MODEL, max_batch=SAMPLES), folder / "bundle", MODEL)
@@ -74,7 +74,7 @@ def measure(
             killed["in_the_middle"] = bool(victims)
             say("clients of two replicas, one of which is killed …")
             served, replica = _served(bundle, files, expected, clients, requests)
-            say("bundles that nobody signed …")
+            say("unsigned bundles …")
             trust = _trust(bundle, files, folder)
     return {
         "backend": backend, "tiles": tiles, "samples": SAMPLES, "clients": clients, "requests": requests,
@@ -88,8 +88,8 @@ def measure(
 
 
 def _turn(run: Callable[[], Sequence[Rows]], expected: Array) -> dict[str, Any]:
-    """What came of a turn: whether the rows are all there and right, how many a second, in how many processes, and
-    which share of a processor their calls had, which other work on the machine takes from them.
+    """Run a turn; return whether all rows are present and right, the rows per second, the number of processes, and the
+    share of a processor that their calls had, which other work on the machine reduces.
 
     Args:
         run: predicts the rows.
@@ -118,7 +118,7 @@ def _turn(run: Callable[[], Sequence[Rows]], expected: Array) -> dict[str, Any]:
 def _served(
     bundle: Bundle, files: Sequence[Path], expected: Array, clients: int, requests: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What comes of a load on two replicas, and of one during which a replica is killed."""
+    """Return the figures of a load on two replicas, and of one during which a replica is killed."""
     from ray import serve
 
     from attnforge.serving.ray import Handle, PredictorDeployment
@@ -154,8 +154,8 @@ def _served(
 
 
 def _trust(bundle: Bundle, files: Sequence[Path], folder: Path) -> dict[str, dict[str, str | None]]:
-    """What an unsigned and a signed bundle make of actors and of replicas where the environment names a key: None where
-    they answer, else what the driver is told."""
+    """Return how actors and replicas respond to an unsigned and a signed bundle if the environment names a key: None if
+    they answer, otherwise the error that the driver gets."""
     signed = Bundle(shutil.copytree(bundle.path, folder / "signed"))
     key = new_key(folder / "maker.key")
     sign(signed.path, key)
@@ -188,13 +188,13 @@ def _asked_once(bundle: Bundle) -> None:
 
 
 def _said(run: Callable[[Bundle], Any], bundle: Bundle) -> str | None:
-    """The line about the signature, in what the driver is told; None where nothing failed."""
+    """Return the line about the signature in the driver's error; None if nothing failed."""
     try:
         run(bundle)
     except Exception as error:  # of Ray's kinds
         lines = [line.strip() for line in str(error).splitlines() if "SignatureError" in line]
-        said = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
-        return said.removeprefix("attnforge.errors.").replace(f"{bundle.path.parent}{os.sep}", "")
+        text = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
+        return text.removeprefix("attnforge.errors.").replace(f"{bundle.path.parent}{os.sep}", "")
     return None
 
 
@@ -224,22 +224,22 @@ REQUESTS: Columns = {
 
 
 def _ways(figures: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """The figures of all rounds, by way; an actor that was killed makes one."""
+    """Return the figures of all rounds, by way; the run with a killed actor is one."""
     return {**figures["ways"], "an actor killed": {key: [value] for key, value in figures["killed_actor"].items()}}
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     tiles, ways, replica = figures["tiles"], figures["ways"], figures["killed_replica"]
     ratios = [ray / plain for ray, plain in zip(ways[RAY]["per_second"], ways[PLAIN]["per_second"], strict=True)]
     whole = [plain / ray for ray, plain in zip(ways[RAY]["seconds"], ways[PLAIN]["seconds"], strict=True)]
     loads = {"two replicas": figures["served"], "a replica killed under load": replica}
-    said = figures["trust"]["actor"]["unsigned"]
+    refusal = figures["trust"]["actor"]["unsigned"]
     return "\n\n".join(
         (
             table_of(ROWS, [{**way, "tiles": tiles} for way in named(_ways(figures))]),
             f"{tiles:,} tiles in each of {len(ratios)} rounds, in turns, {figures['samples']} in a call; seconds count "
-            f"from the beginning of the first call to the end of the last. Ray's actors reach "
+            f"from the start of the first call to the end of the last. Ray's actors reach "
             f"{statistics.median(ratios):.2f} of the plain processes' tiles a second (by round "
             f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}), and {statistics.median(whole):.2f} where the start of "
             "the processes counts. Where calls had less than a whole processor, other work on the machine had the "
@@ -247,21 +247,23 @@ def table(figures: dict[str, Any]) -> str:
             "predicted; Ray started another.",
             table_of(REQUESTS, named(loads)),
             f"{figures['clients']} clients × {figures['requests']} requests of one tile, over a handle; every answer "
-            "is compared with a Session's. Requests that the killed replica held were sent again; "
-            f"{replica['replicas']} replicas stood again after the load.",
-            f"With `{TRUSTED}` set, a signed bundle answers. Of an unsigned one no actor starts, and the driver is "
-            f"told: {said}.",
+            "is compared with a Session's. Requests at the killed replica were sent again; "
+            f"{replica['replicas']} replicas were running again after the load.",
+            f"With `{TRUSTED}` set, a signed bundle answers. With an unsigned one no actor starts, and the driver "
+            f"gets: {refusal}.",
             f"{MODEL} on {figures['backend']}, one thread a process; {where(figures)}",
         )
     )
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """No row and no request may be lost or wrong, and what nobody signed may not answer."""
+    """Yield the claims: no row or request is lost or wrong, and unsigned bundles do not answer."""
     killed, replica, trust = figures["killed_actor"], figures["killed_replica"], figures["trust"]
     for way, of in _ways(figures).items():
         if way in figures["ways"]:
-            yield Claim(f"{way}: rounds of another number of processes", sum(n != ACTORS for n in of["processes"]), 0)
+            yield Claim(
+                f"{way}: rounds with a different number of processes", sum(n != ACTORS for n in of["processes"]), 0
+            )
         for key in ("lost", "twice"):
             yield Claim(f"{way}: rows {key}", sum(of[key]), 0)
         yield Claim(f"{way}: rounds with other outputs than a Session's", of["equal"].count(False), 0)

@@ -1,9 +1,9 @@
-"""Hugging Face models at their published sizes: what deploying each costs beside torch's plain export.
+"""Hugging Face models at their published sizes: the cost of deploying each, compared with torch's plain export.
 
 `python -m benchmarks run real-sizes` measures every model of :mod:`benchmarks.published`, and how cost grows with a
-BERT's depth and width, and writes `benchmarks/results/real_sizes.json`. Every step of every model is a process of its
-own, with a limit of time and of memory; a step that fails is a row with its reason. Results are written after every
-model, and models that are in the results file are kept: a run that was ended goes on where it was.
+BERT's depth and width, and writes `benchmarks/results/real_sizes.json`. Every step of every model runs in its own
+process, limited in time and memory; a step that fails is reported with its reason. Results are written after every
+model, and models in the results file are kept, so an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from benchmarks.experiment import Columns, Experiment, named, say, table_of, whe
 from benchmarks.published import GROWTH, PUBLISHED, Published
 
 LEAST_GROWN = 3
-"""Models that an exponent is fitted to, at the least."""
+"""Minimum number of models for fitting an exponent."""
 
 WHOLE, GROWN = ("plain", "deploy", "verify", "fused"), ("plain", "deploy")
-"""The steps of a published model, and of one that shows growth."""
+"""The steps of a published model, and of a model of the growth series."""
 
 
 def measure(
     model: Published,
-    tune: Annotated[bool, typer.Option(help="Deploy as by default, or by rules alone.")] = True,
-    seconds: Annotated[float, typer.Option(help="Limit of a step's time.")] = 1200,
-    gib: Annotated[float, typer.Option(help="Limit of the memory of a step's processes together.")] = 16,
+    tune: Annotated[bool, typer.Option(help="Deploy with tuning, or by rules only.")] = True,
+    seconds: Annotated[float, typer.Option(help="Time limit of a step.")] = 1200,
+    gib: Annotated[float, typer.Option(help="Memory limit of a step's processes together, in GiB.")] = 16,
 ) -> dict[str, Any]:
-    """What every step of `model` gave: its figures, `seconds`, `cpu` seconds and `peak` bytes; or why it `failed`."""
+    """Measure every step of `model`: its figures, `seconds`, `cpu` seconds and `peak` bytes; or why it `failed`."""
     record: dict[str, Any] = {"kind": model.kind, "architecture": model.architecture, "tuned": tune}
     with tempfile.TemporaryDirectory() as folder:
         order = Order(model=model.source(Path(folder)), options=dict(model.options), folder=Path(folder), tune=tune)
@@ -51,13 +51,13 @@ def measure(
 
 
 def peak_of(step: Mapping[str, Any]) -> int | None:
-    """Bytes at the peak of a step's process, and of the one that it measures backends in."""
+    """Return the peak bytes of a step's process or of its process that measures backends, whichever is larger."""
     measuring = step.get("children", {}).get(MEASURING, {"memory": 0})
     return max(step["peak"], measuring["memory"]) if "peak" in step else None
 
 
 def builder_of(step: Mapping[str, Any]) -> int | None:
-    """Bytes at the peak of the largest process that built a plan; None where none was built."""
+    """Return the peak bytes of the largest process that built a plan; None if none was built."""
     children = step.get("children", {})
     return max((child["memory"] for name, child in children.items() if name != MEASURING), default=None)
 
@@ -84,7 +84,7 @@ COLUMNS: Columns = {
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The published models as Markdown, and below them why something of one failed."""
+    """Return the published models as Markdown, followed by the reasons of failures."""
     published = {n: m for n, m in figures["models"].items() if m["kind"] != "growth"}
     done = [model for model in published.values() if "passed" in model.get("verify", {})]
     sites, canonical = (sum(model["deploy"][count] for model in done) for count in ("sites", "canonical"))
@@ -98,7 +98,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _done(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's record with nothing of the steps that failed."""
+    """Return a model's record without the figures of failed steps."""
     return {key: {} if key in WHOLE and "failed" in figures else figures for key, figures in model.items()}
 
 
@@ -111,7 +111,7 @@ def _gib(count: int | None) -> str:
 
 
 def _reasons_of(models: Mapping[str, Any]) -> list[str]:
-    """What failed of models, was refused or left out, as a list in Markdown; nothing where nothing did."""
+    """Return what failed, was refused or was left out, as a Markdown list; empty if there is nothing."""
     reasons = [f"- {name}: {reason}" for name, model in models.items() for reason in _reasons(model)]
     return ["\n".join(reasons)] if reasons else []
 
@@ -124,13 +124,13 @@ def _reasons(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"fp16: {fused['without']}"
     yield from (f"TensorRT-RTX, fp16: {reason}" for reason in fused.get("unfused", ()))
     if "tensorrt_rtx" in deploy.get("skipped", {}):
-        yield f"no plan of TensorRT-RTX: {deploy['skipped']['tensorrt_rtx']}"
+        yield f"no TensorRT-RTX plan: {deploy['skipped']['tensorrt_rtx']}"
     backends = model.get("verify", {}).get("backends", {})
     yield from (f"{name}: {backend['missed']}" for name, backend in backends.items() if not backend["passed"])
 
 
 def growth(figures: Mapping[str, Any]) -> str:
-    """How seconds and memory of a BERT grow with its depth and with its width, as Markdown, with fitted exponents."""
+    """Return how time and memory of a BERT grow with depth and width, as Markdown, with fitted exponents."""
     measured = {name: record for name, record in figures["models"].items() if record["kind"] == "growth"}
     lines: list[list[str]] = []
     for along, models in GROWTH.items():

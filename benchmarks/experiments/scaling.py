@@ -1,7 +1,7 @@
-"""How long canonicalising and lowering takes, over the number of layers.
+"""Time of canonicalising and lowering over the number of layers.
 
 `python -m benchmarks run scaling` writes `benchmarks/results/scaling.json`. The time of torch's export,
-which comes before, is shown beside it.
+which precedes them, is shown for comparison.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LAYERS = (6, 12, 24, 48)
 
 
 def measure() -> dict[str, Any]:
-    """Seconds of every stage by the number of layers, and the exponent of what is not torch's."""
-    _seconds(2)  # what is imported and compiled once is not counted
+    """Measure seconds of every stage by number of layers, and the exponent of the stages other than torch's export."""
+    _seconds(2)  # warm-up: one-time imports and compilation do not count
     seconds = {layers: _seconds(layers) for layers in LAYERS}
     ours = {layers: sum(s for stage, s in times.items() if stage != "export") for layers, times in seconds.items()}
     (n, few), (m, many) = next(iter(ours.items())), list(ours.items())[-1]
@@ -51,13 +51,13 @@ def _seconds(layers: int) -> dict[str, float]:
 
 
 def _best(stage: Callable[[ir.Model], object], model: ir.Model) -> float:
-    """The least time of three, each on a fresh copy."""
+    """Return the least time of three, each on a fresh copy."""
     copies = [model.clone() for _ in range(3)]
     return min(seconds_of(partial(stage, copy)) for copy in copies)
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     seconds = figures["seconds"]
     stages = list(next(iter(seconds.values())))
     header = ("seconds", *(f"{layers} layers" for layers in seconds))

@@ -1,8 +1,8 @@
-"""The standard suite: what `make bench` runs, on the CPU at hand.
+"""The standard suite of `make bench`, on this machine's CPU.
 
 `python -m benchmarks run suite` writes `benchmarks/results/suite.json`, a page and pictures. `--results`
-names another file, of another machine, say. `--compare OLD.json` says what moved since an earlier run and exits with 1
-where something got worse.
+names another file, for example for another machine. `--compare OLD.json` reports what changed since an earlier run and
+exits with 1 if something became worse.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from benchmarks.published import deployed
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is measured.
+    """A measured model.
 
     Attributes:
-        name: of the model in the results.
+        name: name of the model in the results.
         model: name of the registered model.
-        options: of the registered model.
-        precisions: to deploy in.
-        peers: to measure against; by default all.
+        options: options of the registered model.
+        precisions: precisions to deploy in.
+        peers: peers to compare with; by default all.
         bench: further attributes of the benchmark, such as what is not measured.
     """
 
@@ -59,9 +59,9 @@ class Subject:
 
 BASE: Mapping[str, Any] = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "batch_size": 1, "max_batch": 1}
 USUAL = ("eager", "onnxruntime-plain", "openvino-plain")
-"""Peers of a small model, and of models whose growth alone is measured."""
+"""Peers of a small model, and of models of which only growth is measured."""
 LARGE: Mapping[str, Any] = {"throughput": False, "fresh_peers": ("onnxruntime-plain", "openvino-plain")}
-"""Where weights are most of a model, starts and memory are measured of these peers alone."""
+"""For models dominated by their weights, starts and memory are measured for these peers only."""
 GROWING: Mapping[str, Any] = {"throughput": False, "starts": False, "cases": False}
 
 SUBJECTS = (
@@ -88,11 +88,11 @@ SUMMARISED = {
 """The models of the README's table, and the peers."""
 
 ROUNDS, OPENINGS, SECONDS = 21, 3, 22
-"""How often every contender has a turn and is opened anew, and after how many seconds no further round begins. Models
-of the growth series are opened once a point."""
+"""Timed rounds per contender, loads per contender, and the seconds after which no further round starts. Models of the
+growth series are loaded once per point."""
 
 SIDES = (14, 28, 56, 112)
-"""Patches a side: 196, 784, 3136 and 12544 tokens."""
+"""Patches per side: 196, 784, 3136 and 12544 tokens."""
 
 LAYERS = (1, 4, 12, 24)
 TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openvino-plain")
@@ -101,10 +101,10 @@ TOKEN_PEERS = ("eager", "eager-sdpa", "onnxruntime-plain", "ort-fusions", "openv
 def measure(
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("build/bench/index.html"),
     old: Annotated[Path | None, typer.Option("--compare", help="Results of an earlier run to compare with.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A part: a model, tokens or layers; repeat. All else.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Of CPU contenders; by default one a processor.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A model, tokens or layers; repeatable.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of CPU contenders.")] = None,
 ) -> Iterator[Results]:
-    """All figures; then the page and the pictures of them, and what moved since an earlier run."""
+    """Measure all figures, write the page and the pictures, and compare with an earlier run."""
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ def measure(
 
 
 def broken(figures: dict[str, Any]) -> list[str]:
-    """Contenders of our own that are wrong, and parts that failed."""
+    """Return our contenders that are wrong, and the parts that failed."""
     measured = Results.model_validate(figures)
     ours = [(model.name, contender) for model in measured.models for contender in model.contenders if contender.ours]
     wrong = [f"{model}, {c.key} is wrong in {c.wrong_in}" for model, c in ours if c.wrong_in is not None]
@@ -129,7 +129,7 @@ def broken(figures: dict[str, Any]) -> list[str]:
 
 
 def run_suite(folder: Path, threads: int, only: Sequence[str] | None) -> Results:
-    """Deploy everything that is measured into `folder`, and measure it."""
+    """Deploy all measured models to `folder`, and measure them."""
     results = new_results("", threads, say)
 
     def measure_subject(subject: Subject) -> None:
@@ -154,24 +154,24 @@ def run_suite(folder: Path, threads: int, only: Sequence[str] | None) -> Results
 
 
 def deployed_at(folder: Path, subject: Subject, precision: str, tune: bool = True) -> Bundle:
-    """The bundle of a subject, deployed as `attnforge deploy` does, without the cache: its seconds are reported."""
+    """Deploy a subject as `attnforge deploy` does, without the cache, because its seconds are reported."""
     example, source = build(subject.model, subject.options, None)
-    to = folder / f"{subject.name}-{precision}"
-    return deployed(example, to, subject.name, precision=precision, tune=tune, cache=False, source=source)
+    target = folder / f"{subject.name}-{precision}"
+    return deployed(example, target, subject.name, precision=precision, tune=tune, cache=False, source=source)
 
 
 Points = Mapping[int, tuple[Bundle, Mapping[str, int]]]
-"""By the number of tokens, layers or whatever grows: a bundle, and the sizes of its dims; the example's where they are
-not named."""
+"""By number of tokens, layers or another quantity: a bundle, and sizes of its dims; a dim that is not named has the
+example's size."""
 
 
 def measured_growth(bench: Bench, along: str, points: Points) -> Growth:
-    """How time and memory grow.
+    """Measure how time and memory grow.
 
     Args:
-        bench: with any bundles; it is left with the last of these.
-        along: what grows, such as `tokens`.
-        points: what is measured. How long deploying took is recorded where every point has a bundle of its own.
+        bench: the benchmark; its bundles are replaced.
+        along: the quantity that grows, such as `tokens`.
+        points: the points to measure. Deploy times are recorded if every point has its own bundle.
     """
     models: dict[int, Model] = {}
     for size, (bundle, dims) in points.items():
@@ -180,9 +180,9 @@ def measured_growth(bench: Bench, along: str, points: Points) -> Growth:
     bundles = {bundle.path: bundle for bundle, _ in points.values()}.values()
     sizes, series = list(models), []
     for key, contender in {c.key: c for model in models.values() for c in model.contenders}.items():
-        at = [next((c for c in model.contenders if c.key == key), None) for model in models.values()]
-        ms = [None if c is None else c.latency.median.value for c in at]
-        mib = [None if c is None or c.memory is None else c.memory.extra_mib for c in at]
+        measured = [next((c for c in model.contenders if c.key == key), None) for model in models.values()]
+        ms = [None if c is None else c.latency.median.value for c in measured]
+        mib = [None if c is None or c.memory is None else c.memory.extra_mib for c in measured]
         reasons = {size: (model.wrong | model.skipped).get(key) for size, model in models.items()}
         notes = [f"{along} {size}: {reason}" for size, reason in reasons.items() if reason]
         series.append(
@@ -197,7 +197,7 @@ def measured_growth(bench: Bench, along: str, points: Points) -> Growth:
 
 
 def over_tokens(folder: Path, threads: int) -> Growth:
-    """Patch attention over its tokens, one bundle for all of them."""
+    """Measure patch attention over its tokens, with one bundle for all of them."""
     subject = Subject("patch-attention", "patch-attention", {"max_image_size": 4 * max(SIDES), "max_batch": 1})
     bundle = deployed_at(folder / "tokens", subject, "fp32")
     bench = Bench([bundle], None, TOKEN_PEERS, 7, threads, seconds=12, progress=say, **GROWING)
@@ -205,7 +205,7 @@ def over_tokens(folder: Path, threads: int) -> Growth:
 
 
 def over_layers(folder: Path, threads: int) -> Growth:
-    """A transformer encoder over its layers, a bundle each."""
+    """Measure a transformer encoder over its layers, with a bundle each."""
     bundles: dict[int, tuple[Bundle, dict[str, int]]] = {}
     for layers in LAYERS:
         options = {"num_layers": layers, "num_tokens": 128, "batch_size": 1, "max_batch": 1}
@@ -218,11 +218,11 @@ def over_layers(folder: Path, threads: int) -> Growth:
 
 
 def summary(measured: Results) -> str:
-    """Of every model and precision the backend that `auto` picks, and how many times longer others take."""
+    """Return, for every model and precision, the backend that `auto` picks, and how many times as long peers take."""
     rows = []
     for model in measured.models:
-        for picked in (one for one in model.contenders if one.picked and model.name in TITLES):
-            ratios = {one.name: one.ratio for one in model.contenders if one.precision == picked.precision}
+        for picked in (c for c in model.contenders if c.picked and model.name in TITLES):
+            ratios = {c.name: c.ratio for c in model.contenders if c.precision == picked.precision}
             others = ["–" if (ratio := ratios.get(name)) is None else f"{ratio.value:.2f} ×" for name in SUMMARISED]
             ours = f"{picked.latency.median.value:.1f} ms, {picked.name}"
             rows.append((TITLES[model.name], picked.precision, ours, *others))
@@ -230,7 +230,7 @@ def summary(measured: Results) -> str:
 
 
 def tables(figures: dict[str, Any]) -> dict[str, str]:
-    """The tables of the documentation, by the names of their places."""
+    """Return the tables of the documentation, by the names of their marks."""
     measured = Results.model_validate(figures)
     texts = {model.name: table(model) for model in measured.models}
     texts["claims"] = claims_table(measured_claims(measured))
@@ -239,7 +239,7 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
     return {name: f"{text}\n\n{where(figures)}" for name, text in texts.items()}
 
 
-# --- claims: ratios of times within one run, memory, and how memory grows ------------------------------------------
+# --- claims: ratios of times within one run, memory, and how memory grows ---------------------------------------------
 
 MIB_AT_MOST, TOKENS = 64, 12544
 EXPONENT_AT_MOST = 1.1
@@ -252,8 +252,9 @@ class Ratio:
     Attributes:
         model: name of the model in the results.
         ours: key of a contender; or a precision, for the backend that `auto` picks at it.
-        peer: key of the other; or a precision, for the fastest of all others at it that is not known to be wrong in a
-            reference case of the bundle.
+        peer: key of the other contender; or a precision, for the fastest of all others at it that is not known to be
+            wrong in a reference case of the bundle.
+        at_most: the limit of the ratio.
     """
 
     model: str
@@ -262,7 +263,7 @@ class Ratio:
     at_most: float
 
     def measured_on(self, model: Model | None) -> Claim:
-        """What `model` says of the claim; None where the results lack the model."""
+        """Return the claim as measured on `model`; None means that the results lack the model."""
         name, _, precision = self.peer.partition(" ")
         claim = f"{self.model}: {self.ours} to {name if precision else f'any {name} contender'}"
         contenders = model.contenders if model is not None else []
@@ -296,14 +297,14 @@ RATIOS = (
 
 
 def measured_claims(results: Results) -> list[Claim]:
-    """Every claim, with what was measured."""
+    """Return every claim with its measurement."""
     models = {model.name: model for model in results.models}
     ratios = [claim.measured_on(models.get(claim.model)) for claim in RATIOS]
     return [*ratios, *_of_memory(results.growth)]
 
 
 def _of_memory(growth: Sequence[Growth]) -> Iterator[Claim]:
-    over = next((one for one in growth if one.along == "tokens"), None)
+    over = next((each for each in growth if each.along == "tokens"), None)
     series = next((s for s in over.series if s.name == "onnxruntime-cpu"), None) if over is not None else None
     mib = dict(zip(over.sizes, series.extra_mib, strict=True)).get(TOKENS) if over and series else None
     yield Claim(f"patch-attention: MiB that {TOKENS} tokens add on onnxruntime-cpu", mib, MIB_AT_MOST)
@@ -316,5 +317,5 @@ EXPERIMENT = Experiment(
     measure,
     tables,
     lambda figures: measured_claims(Results.model_validate(figures)),
-    broken,  # claims decide nothing: machines differ
+    broken,  # claims do not affect the exit code: machines differ
 )

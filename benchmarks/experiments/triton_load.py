@@ -1,9 +1,9 @@
-"""A Triton server under load: requests joined and one a call, a server that is killed, a bundle that is altered.
+"""A Triton server under load: requests joined into batches and one per call, a killed server, an altered bundle.
 
-`python -m benchmarks run triton-load` writes `benchmarks/results/triton_load.json`. Thirty-two clients ask
-for the classes of scanned digits, one image a request, of a model whose requests Triton joins and of the same model
-with one request a call, in turns on one server. Every answer is compared with that of a Session. It exits with 1 where
-a request is lost or answered wrongly; times decide nothing.
+`python -m benchmarks run triton-load` writes `benchmarks/results/triton_load.json`. Thirty-two clients classify
+scanned digits, one image per request, with a model whose requests Triton joins and with the same model at one request
+per call, in turns on one server. Every answer is compared with that of a Session. It exits with 1 if a request is lost
+or answered wrongly; times do not affect the exit code.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ NAMES = {ALONE: "alone", JOINED: "joined"}
 
 
 def measure(
-    clients: Annotated[int, typer.Option(help="How many ask at once.")] = 32,
-    requests: Annotated[int, typer.Option(help="How many each sends.")] = 500,
-    rounds: Annotated[int, typer.Option(help="How often each way has a turn.")] = 5,
+    clients: Annotated[int, typer.Option(help="Number of concurrent clients.")] = 32,
+    requests: Annotated[int, typer.Option(help="Requests per client.")] = 500,
+    rounds: Annotated[int, typer.Option(help="Rounds per way.")] = 5,
 ) -> dict[str, Any]:
-    """What came of every load, of a server that was killed, and of a bundle that was altered."""
+    """Measure every load, a killed server, and an altered bundle."""
     unpack()
     busy, tolerance = os.getloadavg()[0], APART * precision_named("fp32").floor
     with temporary_folder() as folder:
@@ -87,19 +87,19 @@ def measure(
 
 
 def _counts(server: Server, name: str) -> tuple[int, int]:
-    """How many samples a model has answered, and in how many calls."""
+    """Return how many samples a model has answered, and in how many calls."""
     with client_of(server, "grpc") as client:
         answer = client.get_inference_statistics(name, as_json=True)["model_stats"][0]
     return int(answer.get("inference_count", 0)), int(answer.get("execution_count", 0))
 
 
 def _killed(server: Server, pressed: Callable[..., Load], half: int) -> dict[str, Any]:
-    """What becomes of a load during which the server is killed and started again; clients send again what was lost.
+    """Return the figures of a load during which the server is killed and restarted; clients send lost requests again.
 
     Args:
-        server: that is killed.
-        pressed: the load.
-        half: of its requests, after whose answers the server is killed.
+        server: the server to kill.
+        pressed: runs the load.
+        half: number of answers after which the server is killed.
     """
     load = Load()
     with ThreadPoolExecutor(1) as thread:
@@ -116,16 +116,16 @@ def _killed(server: Server, pressed: Callable[..., Load], half: int) -> dict[str
 
 
 def _altered(repository: Path, log: Path) -> dict[str, Any]:
-    """Whether a model is ready whose bundle was altered by one bit, whether the other one is, and what the log says."""
+    """Return whether a model whose bundle had one bit altered is ready, whether the other is, and the log's line."""
     file = repository / NAMES[JOINED] / "1" / FOLDER / "onnxruntime" / "model.onnx"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with Server(repository, log, ["--exit-on-error=false", "--strict-readiness=false"]) as server:
-        said = re.search(r"BundleError: \S*?/(\S+ was altered \([^)]*\))", server.text())
+        line = re.search(r"BundleError: \S*?/(\S+ was altered \([^)]*\))", server.text())
         return {
             "ready": server.is_ready(NAMES[JOINED]), "other_ready": server.is_ready(NAMES[ALONE]),
-            "log": said.group(1).rpartition("/")[2] if said is not None else None,
+            "log": line.group(1).rpartition("/")[2] if line is not None else None,
         }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ COLUMNS: Columns = {
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     by_round = zip(*(figures["ways"][way]["per_second"] for way in (JOINED, ALONE)), strict=True)
     ratios = [joined / alone for joined, alone in by_round]
     killed, altered = figures["killed"], figures["altered"]
@@ -164,7 +164,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """No request may be lost or answered wrongly, and what was altered may not be served."""
+    """Yield the claims: no request is lost or answered wrongly, and an altered bundle is not served."""
     for way, of in {**figures["ways"], "the killed server": figures["killed"]}.items():
         yield Claim(f"{way}: requests lost", of["errors"], 0)
         yield Claim(f"{way}: wrong answers", of["wrong"], 0)

@@ -1,8 +1,8 @@
-"""Every registered model and three of Hugging Face's, in fp32 and fp16, behind one real Triton server.
+"""Every registered model and three of Hugging Face's, in fp32 and fp16, on one real Triton server.
 
 `python -m benchmarks run triton-models` deploys and packages them, waits until the server is ready with
-all of them, asks every reference case over HTTP and gRPC, holds the answers to the parity budget, and sends wrong
-requests, each followed by a right one. It writes `benchmarks/results/triton_models.json`, and exits with 1 where
+all of them, sends every reference case over HTTP and gRPC, checks the answers against the parity budget, and sends
+invalid requests, each followed by a valid one. It writes `benchmarks/results/triton_models.json`, and exits with 1 if
 anything is wrong. No figure depends on the machine's speed.
 """
 
@@ -44,9 +44,9 @@ PRECISIONS = ("fp32", "fp16")
 
 
 def measure(
-    only: Annotated[list[str] | None, typer.Option(help="A model by name; repeat for several.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A model by name; repeatable.")] = None,
 ) -> dict[str, Any]:
-    """What came of every model."""
+    """Check every model."""
     unpack()
     made = {name: make for name, make in models().items() if not only or name in only}
     with temporary_folder() as folder:
@@ -65,7 +65,7 @@ def measure(
 
 
 def models() -> dict[str, Callable[[], Example]]:
-    """The models by name, each with a function that makes it."""
+    """Return the models by name, each with a function that builds it."""
     made: dict[str, Callable[[], Example]] = {
         name: partial(build_model, name, **SMALLER.get(name, {})) for name in MODELS
     }
@@ -73,16 +73,16 @@ def models() -> dict[str, Callable[[], Example]]:
 
 
 def _bundles(made: Mapping[str, Callable[[], Example]], folder: Path) -> Iterator[Bundle]:
-    """Every model at every precision, deployed for ONNX Runtime."""
+    """Yield every model at every precision, deployed for ONNX Runtime."""
     for name, make in made.items():
         for precision in PRECISIONS:
-            to = folder / f"{name}-{precision}"
-            yield deployed(make(), to, name, precision=precision, tune=False, cache=False)
+            target = folder / f"{name}-{precision}"
+            yield deployed(make(), target, name, precision=precision, tune=False, cache=False)
 
 
 def asked(server: Server, model: Packaged, bundle: Bundle) -> dict[str, Any]:
-    """What came of a model: of the reference cases, by protocol, how many were within the budget; of wrong requests,
-    how many got an error and were followed by a right answer; and what went wrong."""
+    """Check a model; return, by protocol, the error and budget of the reference cases and how many invalid requests got
+    an error and were followed by a right answer; and what went wrong."""
     figure: dict[str, Any] = {
         "max_batch": model.max_batch, "apart": model.apart, "warmups": len(model.warmups),
         "cases": len(bundle.manifest.cases), "wrong": [],
@@ -96,19 +96,19 @@ def asked(server: Server, model: Packaged, bundle: Bundle) -> dict[str, Any]:
             if report.missed is not None:
                 figure["wrong"].append(f"{protocol}: {report.missed}")
             before, refused = run(feeds), 0
-            for what, request in wrong_requests(feeds, bundle, model.max_batch).items():
+            for mistake, request in wrong_requests(feeds, bundle, model.max_batch).items():
                 reason = _refused(run, request) or _same(run(feeds), before)
                 refused += reason is None
                 if reason is not None:
-                    figure["wrong"].append(f"{protocol}, {what}: {reason}")
+                    figure["wrong"].append(f"{protocol}, {mistake}: {reason}")
             figure[protocol]["refused"] = refused
     return figure
 
 
 def wrong_requests(feeds: Mapping[str, Array], bundle: Bundle, max_batch: int) -> dict[str, dict[str, Array]]:
-    """Requests that the model does not take, by what is wrong with them."""
+    """Return invalid requests, by what is wrong with them."""
     name, array = next(iter(feeds.items()))
-    rest = {other: value for other, value in feeds.items() if other != name}
+    rest = {key: value for key, value in feeds.items() if key != name}
     kind = np.float64 if array.dtype != np.float64 else np.float32
     requests = {
         "name": {"nobody": array, **rest},
@@ -118,13 +118,13 @@ def wrong_requests(feeds: Mapping[str, Array], bundle: Bundle, max_batch: int) -
         "none": {},
     }
     lengths = bundle.manifest.inputs[0].dims
-    if fixed := [place for place, dim in enumerate(lengths) if isinstance(dim, int)]:
-        shape = [size + (place == fixed[-1]) for place, size in enumerate(array.shape)]
+    if fixed := [axis for axis, dim in enumerate(lengths) if isinstance(dim, int)]:
+        shape = [size + (axis == fixed[-1]) for axis, size in enumerate(array.shape)]
         requests["size"] = {name: np.zeros(shape, array.dtype), **rest}
     if max_batch:
-        requests["an empty batch"] = {other: value[:0] for other, value in feeds.items()}
+        requests["an empty batch"] = {key: value[:0] for key, value in feeds.items()}
         requests["beyond the largest batch"] = {
-            other: np.repeat(value[:1], max_batch + 1, axis=0) for other, value in feeds.items()
+            key: np.repeat(value[:1], max_batch + 1, axis=0) for key, value in feeds.items()
         }
     return requests
 
@@ -139,7 +139,7 @@ def _refused(run: Run, request: dict[str, Array]) -> str | None:
 
 def _same(got: Mapping[str, Array], before: Mapping[str, Array]) -> str | None:
     same = all(np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f") for name, array in before.items())
-    return None if same and got.keys() == before.keys() else "the next request got another answer than the first"
+    return None if same and got.keys() == before.keys() else "the next valid request got a different answer"
 
 
 COLUMNS: Columns = {
@@ -154,7 +154,7 @@ COLUMNS: Columns = {
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     models = named(figures["models"])
     failed = sum(bool(of["wrong"]) for of in models)
     return (
@@ -164,7 +164,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """Nothing may be wrong."""
+    """Yield the claims: nothing is wrong."""
     for name, of in figures["models"].items():
         yield Claim(f"{name}, requests that went wrong", len(of["wrong"]), 0, "; ".join(of["wrong"]))
 

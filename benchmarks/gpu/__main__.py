@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, proven and measured: asks for the device, then runs the steps in turn."""
+"""All checks and measurements that need a GPU: looks for the device, then runs the steps one after another."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ NO_DEVICE = 3
 STEPS: dict[str, Callable[[Device], list[Task]]] = {
     step.__name__: step for step in (environment, tests, ceilings, attention, latency, overhead)
 }
-"""What lists the tasks of each step but `parity`."""
+"""The functions that list the tasks of each step except `parity`."""
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Where to write gpu.json and gpu.md.")] = RESULTS,
-    seconds: Annotated[float, typer.Option(help="Seconds that the run may take, give or take a few.")] = 450,
+    seconds: Annotated[float, typer.Option(help="Approximate time limit of the run, in seconds.")] = 450,
     quick: Annotated[bool, typer.Option(help="Fewer models, sizes and precisions.")] = False,
     device: Annotated[int, typer.Option(help="Number of the CUDA device.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="A step; repeat. Figures of the others are kept.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A step; repeatable. Figures of the others are kept.")] = None,
 ) -> None:
-    """Prove and measure everything that needs a GPU, and write it down."""
+    """Run all checks and measurements that need a GPU, and write the results."""
     if unknown := [name for name in only or () if name not in SHARES]:
         raise typer.BadParameter(f"unknown step {unknown[0]!r}; known: {', '.join(SHARES)}")
     if cuda_devices() <= device:
         missing = f"no CUDA device {device}, of {cuda_devices()}" if cuda_devices() else "no CUDA device"
-        hint = "run this where there is one with its driver; attnforge doctor says what a machine can do"
+        hint = "run this on a machine with a CUDA device and driver; attnforge doctor lists what a machine can do"
         print(f"{missing}: nothing was run; {hint}", file=sys.stderr)
         raise typer.Exit(NO_DEVICE)
     results = GpuResults(
@@ -80,7 +80,7 @@ def main(
 
 
 def _earlier_steps(out: Path, results: GpuResults) -> dict[str, Step]:
-    """The steps of an earlier run on the same device with the same versions; none where there is no such run."""
+    """Return the steps of an earlier run on the same device with the same versions; empty if there is no such run."""
     try:
         earlier = read(out)
     except ValueError:  # another version of attnforge wrote the file
@@ -100,7 +100,7 @@ def run_step(name: str, settings: Settings) -> None:
 
 
 def device_and_versions(device: int) -> dict[str, str]:
-    """The device and the versions: figures of two runs belong together only where these are equal."""
+    """Return the device and the versions: figures of two runs can be combined only if these are equal."""
     return {
         "device": device_name(device),
         "compute capability": compute_capability(device),

@@ -1,4 +1,4 @@
-"""Claims that the figures of a run answer, the wrong answers and the failed tests."""
+"""Conclusions from the figures of a run: claims, wrong answers and failed tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.gpu.steps import (
 
 
 def wrong_answers(results: GpuResults) -> list[str]:
-    """Every answer of attnforge's that was outside the budget."""
+    """Return every answer of attnforge that was outside the budget."""
     return [
         f"{name}, {key}, {contender}: {check.reason}"
         for name, step in results.steps.items()
@@ -38,7 +38,7 @@ def wrong_answers(results: GpuResults) -> list[str]:
 
 
 def failed_tests(results: GpuResults) -> list[str]:
-    """The last line of pytest where tests failed; nothing where there was no time for it to end."""
+    """Return the last line of pytest if tests failed; empty if pytest did not finish in time."""
     return [
         f"tests, {key}: {item.values.get('summary')}"
         for key, item in results.steps.get("tests", Step()).items.items()
@@ -47,7 +47,7 @@ def failed_tests(results: GpuResults) -> list[str]:
 
 
 def claims(results: GpuResults) -> list[Claim]:
-    """Every claim, with its answer."""
+    """Return every claim, with its answer."""
     every = [parity_claim(results, backend) for backend in BACKENDS if backend not in WITHOUT_TARGET]
     for precision in ("fp16", "fp32", "bf16"):
         every.append(latency_claim(results, precision, EAGER, 0.5, "takes at most half the time of torch eager"))
@@ -56,7 +56,7 @@ def claims(results: GpuResults) -> list[Claim]:
 
 
 def parity_claim(results: GpuResults, backend: str) -> Claim:
-    """Whether every model in every precision is within the parity budget on a backend."""
+    """Return the claim that every model in every precision is within the parity budget on a backend."""
     text = f"every model in every precision is within the parity budget on {backend}"
     step = results.steps.get("parity", Step())
     items = {key: item for key, item in step.items.items() if not key.endswith(", torch")}
@@ -68,8 +68,8 @@ def parity_claim(results: GpuResults, backend: str) -> Claim:
     if not checked and not failed:
         return _unmeasured(text, next(iter(skipped.values()), None) or _why_not(results, "parity"))
     parts = [f"{len(checked) - len(wrong)} of {len(checked)} that ran are"]
-    for what, keys in (("outside it", wrong), ("failed to run", failed), ("not deployed for it", list(skipped))):
-        parts += [f"{what}: {', '.join(keys)}"] if keys else []
+    for problem, keys in (("outside it", wrong), ("failed to run", failed), ("not deployed for it", list(skipped))):
+        parts += [f"{problem}: {', '.join(keys)}"] if keys else []
     if left_out:
         parts.append(f"not measured: {len(left_out)}, as {left_out[0]}: {step.left_out[left_out[0]]}")
     elif step.failed:
@@ -80,26 +80,26 @@ def parity_claim(results: GpuResults, backend: str) -> Claim:
 
 
 def opinion_claim(results: GpuResults, flavour: str) -> Claim:
-    """Whether Polygraphy's TrtRunner, where it was asked, says of a flavour's plans what attnforge's runtime says."""
-    text, other = f"Polygraphy's TrtRunner says of every plan what attnforge's {flavour} says", opinion_of(flavour)
+    """Return the claim that Polygraphy's TrtRunner agrees with attnforge's runtime on a flavour's plans."""
+    text, opinion = f"Polygraphy's TrtRunner says of every plan what attnforge's {flavour} says", opinion_of(flavour)
     items = results.steps.get("parity", Step()).items
-    asked = {key: item.checks for key, item in items.items() if {flavour, other} <= set(item.checks)}
+    asked = {key: item.checks for key, item in items.items() if {flavour, opinion} <= set(item.checks)}
     unanswered = {
-        key: (item.failed | item.skipped)[other]
+        key: (item.failed | item.skipped)[opinion]
         for key, item in items.items()
-        if other in {**item.failed, **item.skipped}
+        if opinion in {**item.failed, **item.skipped}
     }
     if not asked:
         return _unmeasured(text, next(map(first_line, unanswered.values()), None) or _why_not(results, "parity"))
-    differ = [key for key, checks in asked.items() if checks[flavour].passed != checks[other].passed]
+    differ = [key for key, checks in asked.items() if checks[flavour].passed != checks[opinion].passed]
     parts = [f"{len(asked) - len(differ)} of {len(asked)} that both ran", *differ]
     parts += [f"not asked: {', '.join(unanswered)}"] if unanswered else []
     return Claim(text=text, answer="no" if differ else "yes", because="; ".join(parts))
 
 
 def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float, words: str) -> Claim:
-    """Whether at batch 1, end to end at the median, the fastest session on inputs that lie on the device takes at most
-    `at_most` times as long as a peer, at every number of tokens."""
+    """Return the claim that at batch 1, end to end at the median, the fastest session with inputs on the device takes
+    at most `at_most` times as long as a peer, at every number of tokens."""
     text = f"{precision}, batch 1: the fastest attnforge session {words}"
     step = results.steps.get("latency", Step())
     start = f"{precision}, batch 1, "
@@ -125,7 +125,7 @@ def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float
 
 
 def attention_claim(results: GpuResults) -> Claim:
-    """Whether attention alone takes at most 1.2 times as long as torch's flash kernel, on the device."""
+    """Return the claim that attention alone takes at most 1.2 times as long as torch's flash kernel, on the device."""
     tokens = (SIDES[-1] // PATCH) ** 2
     text = f"attention alone at {tokens} tokens, fp16, takes at most 1.2 times torch's flash kernel on the device"
     step = results.steps.get("attention", Step())
@@ -143,7 +143,7 @@ def attention_claim(results: GpuResults) -> Claim:
 
 
 def _of_all(answers: Iterable[Verdict]) -> Verdict:
-    """The answer to a claim that has to hold everywhere: the worst of all answers."""
+    """Return the answer to a claim that must hold everywhere: the worst of all answers."""
     every = set(answers)
     ordered: tuple[Verdict, ...] = ("no", "within noise", "not measured")
     return next((word for word in ordered if word in every), "yes")
@@ -154,13 +154,13 @@ def _unmeasured(text: str, why: str) -> Claim:
 
 
 def _why_untimed(item: Item, names: Sequence[str]) -> str:
-    """Why none of these contenders has a time."""
-    said = {name: text for name, text in (item.skipped | item.failed).items() if name in (*names, WHOLE, FATAL)}
-    return "; ".join(f"{name}: {first_line(text)}" for name, text in said.items()) or f"{names[0]} was not timed"
+    """Return why none of these contenders has a time."""
+    reasons = {name: text for name, text in (item.skipped | item.failed).items() if name in (*names, WHOLE, FATAL)}
+    return "; ".join(f"{name}: {first_line(text)}" for name, text in reasons.items()) or f"{names[0]} was not timed"
 
 
 def _why_not(results: GpuResults, name: str) -> str:
-    """Why a step has no figures."""
+    """Return why a step has no figures."""
     step = results.steps.get(name)
     if step is None:
         return f"the step {name} was not taken"

@@ -1,4 +1,4 @@
-"""The device: what can run on it, and how time and memory are measured there."""
+"""The device: which backends run on it, and how time and memory are measured there."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 BY_QUICK = "left out by --quick"
 
-CYCLES_PER_MS, LONGEST_HOLD = 2_000_000, 20.0
-"""Cycles a millisecond at 2 GHz, which no device exceeds; the milliseconds that one is kept busy at most."""
+CYCLES_PER_MS, LONGEST_BUSY = 2_000_000, 20.0
+"""Cycles per millisecond at 2 GHz, which no device exceeds; maximum milliseconds for which a device is kept busy."""
 
 
 class Device:
-    """The device, what can run on it, and how time is measured there.
+    """The device, which backends run on it, and how time is measured there.
 
     Attributes:
         run: this process's part of the run.
+        settings: settings of the run.
         torch: the package.
         on_cuda: whether torch computes on the device.
-        peers: whether torch computes where the sessions do; if not, sessions are timed on NumPy arrays alone.
-        name: of the device that torch computes on, as torch writes it.
+        peers: whether torch computes on the same device as the sessions; if not, sessions are timed on NumPy arrays
+            only.
+        name: torch's name of the device that it computes on.
     """
 
     def __init__(self, run: GpuRun) -> None:
@@ -49,36 +51,36 @@ class Device:
 
     @cached_property
     def absent(self) -> dict[str, str]:
-        """Why backends cannot run here, by backend."""
+        """Reasons why backends cannot run here, by backend."""
         return {name: reason for name in BACKENDS if (reason := why_not_here(name)) is not None}
 
     @cached_property
     def why_not(self) -> dict[str, str]:
-        """Why backends cannot run here, or did not when they were tried, by backend."""
+        """Reasons why backends cannot run here, or failed when they were tried, by backend."""
         reasons = {name: why_broken(self.run.results, name) for name in self.settings.backends}
         return {name: reason for name, reason in reasons.items() if reason is not None} | self.absent
 
     def usable(self, item: Item, backends: Sequence[str] = ON_GPU) -> list[str]:
-        """Those of `backends` that run here; the reasons of the others go to the item. On the CPU, those of the
-        settings."""
+        """Return those of `backends` that run here; the reasons of the others go to the item. On the CPU, the settings'
+        backends replace `backends`."""
         backends = backends if self.settings.place == "cuda" else self.settings.backends
         item.skipped |= {name: self.why_not[name] for name in backends if name in self.why_not}
         return [name for name in backends if name not in self.why_not]
 
     def leave_out(self, step: str, tasks: Sequence[str]) -> None:
-        """Note the tasks that a step skips because the run is to be quick."""
+        """Record the tasks that a step skips in a quick run."""
         self.run.results.steps[step].left_out |= dict.fromkeys(tasks, BY_QUICK)
 
     def scratch(self, name: str) -> Path:
-        """A new folder below the run's own temporary one."""
+        """Create a new folder in the run's temporary folder."""
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.settings.scratch))
 
     def stream(self) -> AbstractContextManager[Any]:
-        """A stream other than the default one, so that graphs can be replayed on it."""
+        """Return a context with a stream other than the default one, so that graphs can be replayed on it."""
         return self.torch.cuda.stream(self.torch.cuda.Stream(self.name)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
 
     def to_device(self, tensor: Tensor, precision: Precision) -> Tensor:
-        """The tensor on the device, at a precision; other streams may read it."""
+        """Move a tensor to the device, at a precision; other streams may read it."""
         from attnforge.runtime.backends.eager import torch_dtype
 
         moved = tensor.to(self.name, torch_dtype(precision))
@@ -86,7 +88,7 @@ class Device:
         return moved
 
     def feed(self, tensor: Tensor) -> Any:
-        """What a session is given: the tensor where it lies on the device, else an array."""
+        """Return a session's input: the tensor if the session reads the device, otherwise an array."""
         return tensor if self.peers else to_numpy("input", tensor)
 
     # time
@@ -97,24 +99,24 @@ class Device:
             self.torch.cuda.current_stream().synchronize()
 
     def wall_ms(self, call: Callable[[], Any]) -> float:
-        """Milliseconds until the stream is done with a call."""
+        """Return the milliseconds until the stream is done with a call."""
         return 1e3 * (seconds_of(call) + seconds_of(self.sync))
 
     def host_ms(self, call: Callable[[], Any]) -> float:
-        """Milliseconds until a call returns."""
+        """Return the milliseconds until a call returns."""
         spent = seconds_of(call)
         self.sync()
         return 1e3 * spent
 
     def device_ms(self, call: Callable[[], Any], host_ms: float) -> float:
-        """Milliseconds between events around a call, while the device is kept busy for about as long as enqueueing the
-        call takes (`host_ms`); by the clock where torch does not compute on the device."""
+        """Return the milliseconds between events around a call, while the device is kept busy for about as long as
+        enqueueing the call takes (`host_ms`); by the clock if torch does not compute on the device."""
         if not self.on_cuda:
             return self.wall_ms(call)
         cuda = self.torch.cuda
         first, last = (cuda.Event(enable_timing=True) for _ in range(2))
         if hasattr(cuda, "_sleep"):
-            cuda._sleep(int(CYCLES_PER_MS * min(1.5 * host_ms + 0.05, LONGEST_HOLD)))
+            cuda._sleep(int(CYCLES_PER_MS * min(1.5 * host_ms + 0.05, LONGEST_BUSY)))
         first.record()
         call()
         last.record()
@@ -124,7 +126,7 @@ class Device:
     # memory
 
     def free(self) -> float | None:
-        """Free bytes of the device, once torch's allocator has given back what it does not use."""
+        """Return the free bytes of the device, after torch's allocator has released unused memory."""
         if not self.on_cuda:
             return None
         self.sync()
@@ -132,19 +134,19 @@ class Device:
         return float(self.torch.cuda.mem_get_info(self.settings.device)[0])
 
     def allocated(self) -> float:
-        """Bytes that torch holds now; :meth:`peak` counts from here."""
+        """Return the bytes that torch has allocated now; :meth:`peak` counts from here."""
         if not self.on_cuda:
             return 0.0
         self.torch.cuda.reset_peak_memory_stats()
         return float(self.torch.cuda.memory_allocated())
 
     def peak(self, since: float) -> float | None:
-        """The most bytes that torch has held since :meth:`allocated`, less what it said."""
+        """Return the peak of torch's allocated bytes since :meth:`allocated`, minus its result `since`."""
         return float(self.torch.cuda.max_memory_allocated()) - since if self.on_cuda else None
 
     @contextmanager
     def products(self, precision: Precision) -> Iterator[None]:
-        """torch computes fp32 products and convolutions in TF32 where that is the precision, else in full."""
+        """Let torch compute fp32 products and convolutions in TF32 if that is the precision, otherwise in full fp32."""
         torch, tf32 = self.torch, precision.name == "tf32"
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("high" if tf32 else "highest")

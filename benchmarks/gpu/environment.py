@@ -1,4 +1,4 @@
-"""The first two steps: what the machine has and what works at all; and the tests that need a GPU."""
+"""The first two steps: the machine and which backends work; and the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from benchmarks.gpu.running import Task, attempt, shortened, tail
 from benchmarks.gpu.steps import SIDES, Item
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the source checkout, if this is one."""
+"""Root of the source checkout, if this is one."""
 
 PYTEST = "pytest -m gpu"
 
 SECONDS = 0.2
-"""For which a backend is timed that is tried."""
+"""Seconds for which a backend is timed when it is tried."""
 
 
 def environment(device: Device) -> list[Task]:
-    """The device, the software, and whether every backend runs one small model from end to end."""
+    """Return tasks for the device, the software, and a trial of every backend with one small model."""
     tasks: list[Task] = [("device", partial(_device, device)), ("software", partial(_software, device))]
     if device.settings.place == "cpu":
         return [*tasks, *((f"try {name}", partial(_try, device, name, ())) for name in device.settings.backends)]
-    own = device.run.results.machine.get("compute capability", "CURRENT")
-    for name in dict.fromkeys((PORTABLE, "CURRENT", own, "SM80")):
+    capability = device.run.results.machine.get("compute capability", "CURRENT")
+    for name in dict.fromkeys((PORTABLE, "CURRENT", capability, "SM80")):
         wanted = () if name == PORTABLE else (name,)
         tasks.append((f"try tensorrt_rtx, {name}", partial(_try, device, "tensorrt_rtx", wanted)))
-    others = ("onnxruntime-cuda", "tensorrt", "onnxruntime-tensorrt")  # the last may build for minutes
+    others = ("onnxruntime-cuda", "tensorrt", "onnxruntime-tensorrt")  # the last may take minutes to build
     return [*tasks, *((f"try {name}", partial(_try, device, name, ())) for name in others)]
 
 
@@ -82,7 +82,7 @@ def _software(device: Device, item: Item) -> None:
 
 
 def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> None:
-    """Build, load and run patch-attention in fp16, and hold its answers to the budget."""
+    """Build, load and run patch-attention in fp16, and check its answers against the budget."""
     if backend in device.absent:
         item.skipped[backend] = device.absent[backend]
         return
@@ -110,12 +110,12 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
 
 
 def tests(device: Device) -> list[Task]:
-    """The tests that need a GPU, where the source is at hand."""
+    """Return the task that runs the tests that need a GPU."""
     return [(PYTEST, partial(_tests, device))]
 
 
 def gpu_tests() -> list[str]:
-    """Files of the source checkout with tests that need a GPU, relative to its root; none where there is no source."""
+    """Return the test files that need a GPU, relative to the root of the source checkout; empty without a checkout."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text("utf-8")]
 
@@ -132,9 +132,9 @@ def _tests(device: Device, item: Item) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=max(device.run.left, 5.0))
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        raise RuntimeError(f"pytest took more than {error.timeout:.0f} s; it said:\n{tail(said, 30)}") from None
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        raise RuntimeError(f"pytest took more than {error.timeout:.0f} s; its output:\n{tail(output, 30)}") from None
     lines = done.stdout.strip().splitlines()
-    item.values |= {"exit code": done.returncode, "summary": lines[-1] if lines else "it said nothing"}
+    item.values |= {"exit code": done.returncode, "summary": lines[-1] if lines else "no output"}
     if done.returncode != 0:
         item.failed[PYTEST] = shortened(f"{tail(done.stdout, 60)}\n{tail(done.stderr)}")

@@ -1,4 +1,4 @@
-"""The page of a run on a GPU: its figures as Markdown, and nothing else."""
+"""The page of a GPU run: its figures as Markdown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TIMES = (
     "End to end: by the clock until the stream is done. To eager: end to end, p50. Ready: from nothing to the first "
     "output, loading or compiling; plans are built before. MiB: device memory taken by then."
 )
-"""What the numbers of the timing tables are."""
+"""Explanation of the numbers in the timing tables."""
 
 
 def page(results: GpuResults) -> str:
-    """The figures as Markdown, and nothing else."""
+    """Return the figures as Markdown."""
     step = {name: results.steps.get(name, Step()) for name in SHARES}
     claims = [(claim.text, claim.answer, claim.because) for claim in results.claims]
     tests = [item.values.get("summary") or "did not end" for item in step["tests"].items.values()]
@@ -94,7 +94,7 @@ def _check_cell(item: Item, name: str) -> str:
 
 
 def ceilings_of(results: GpuResults) -> dict[str, float]:
-    """The device's ceilings: TFLOP/s of matrix products by precision, GB/s of a `copy`."""
+    """Return the device's ceilings: TFLOP/s of matrix products by precision, GB/s of a `copy`."""
     most = {}
     for key, item in results.steps.get("ceilings", Step()).items.items():
         rate = item.values.get("gb_per_s" if key == "copy" else "tflops")
@@ -137,9 +137,9 @@ def _share(value: float, most: float | None) -> str:
     return f" ({100 * value / most:.0f}% of the most)" if most else ""
 
 
-def ratio_text(latency: Latency | None, other: Latency | None) -> str:
-    """One median over another, to two decimals; a dash where either is missing."""
-    return f"{latency.median.value / other.median.value:.2f}" if latency is not None and other is not None else NOTHING
+def ratio_text(latency: Latency | None, base: Latency | None) -> str:
+    """Return the ratio of two medians, to two decimals; a dash if either is missing."""
+    return f"{latency.median.value / base.median.value:.2f}" if latency is not None and base is not None else NOTHING
 
 
 def _times(latency: Latency | None) -> str:

@@ -1,5 +1,5 @@
-"""The models that are timed: deployed at one size at a time without reference outputs, and the truth that answers are
-held to."""
+"""The timed models, deployed at one size at a time without reference outputs, and the truth that answers are checked
+against."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from attnforge.export.sources.torch_module import Captured
     from attnforge.model.registry import Example
 
-PLACES = 2**20
-"""How many numbers of an output are compared at most."""
+MOST_COMPARED = 2**20
+"""Maximum number of elements of an output that are compared."""
 
 
 @dataclass
 class Large:
-    """A model that is exported once, small, and deployed at one size at a time.
+    """A model that is exported once, at a small size, and deployed at one size at a time.
 
     Attributes:
+        device: the device.
         captured: its canonical graph, with symbolic dims for all sizes.
-        sites: its attention.
+        sites: its attention sites.
     """
 
     device: Device
@@ -70,17 +71,17 @@ class Large:
         item: Item,
         wanted: Sequence[str] | None = None,
     ) -> Bundle:
-        """A bundle whose inputs have just these sizes, as torch.compile's have, and that holds no reference outputs.
+        """Write a bundle whose inputs have exactly these sizes, as with torch.compile, without reference outputs.
 
-        The targets and the certificate are made by the steps of :func:`attnforge.export.deploy.deploy`. That itself
-        cannot serve: it computes reference outputs of every size on the CPU, hours at many tokens, and it would export
-        the model anew for every size.
+        The targets and the certificate are made by the steps of :func:`attnforge.export.deploy.deploy`, which cannot be
+        used itself: it computes reference outputs of every size on the CPU, which takes hours at many tokens, and it
+        would export the model again for every size.
 
         Args:
-            folder: to write the bundle to.
-            sizes: of the graph's symbolic dims.
-            targets: of `onnxruntime`, `tensorrt` and `tensorrt_rtx`.
-            item: where sites that are fused and refusals of builders go.
+            folder: folder of the bundle.
+            sizes: sizes of the graph's symbolic dims.
+            targets: targets, of `onnxruntime`, `tensorrt` and `tensorrt_rtx`.
+            item: receives the numbers of fused sites and the refusals of builders.
             wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
         from attnforge.cache import DeployCache
@@ -117,7 +118,7 @@ class Large:
             attempts = {target: attempt(item.failed, target, partial(build, target)) for target in targets}
         built: dict[str, Built] = {target: result for target, result in attempts.items() if result is not None}
         if wanted and "tensorrt_rtx" in built:
-            # Said to be for this device whatever the plan was built for: whether it loads is what is tried.
+            # Declare the plan to be for this device whatever it was built for, to try whether it loads.
             here = compute_capability(self.device.settings.device)
             built["tensorrt_rtx"].record.engines[0].compute_capabilities = [here]
         manifest = Manifest(
@@ -137,7 +138,7 @@ class Large:
         return Bundle(folder)
 
     def _at(self, sizes: Mapping[str, int]) -> ir.Model:
-        """The canonical graph with numbers for its symbolic dims."""
+        """Return the canonical graph with numbers for its symbolic dims."""
         import onnx_ir as ir
 
         from attnforge.export.flops import Uncountable, shape_at
@@ -150,14 +151,14 @@ class Large:
 
 
 def _fixed(specs: Sequence[TensorSpec], values: Sequence[ir.Value]) -> list[TensorSpec]:
-    """Inputs or outputs with the shapes of a graph's, which are numbers, for their dims."""
+    """Return inputs or outputs whose dims are the fixed shapes of a graph's values."""
     shapes = [value.shape.numpy() for value in values if value.shape is not None]
     return [spec.model_copy(update={"dims": list(shape)}) for spec, shape in zip(specs, shapes, strict=True)]
 
 
 @cache
 def large_of(device: Device, make: Callable[[], Example], precision: str) -> Large:
-    """A model, exported once in every process."""
+    """Return a model, exported once per process."""
     from attnforge.export.attention.canonicalize import canonicalize
     from attnforge.export.sources.torch_module import capture
 
@@ -167,31 +168,33 @@ def large_of(device: Device, make: Callable[[], Example], precision: str) -> Lar
 
 
 def targets_of(backends: Sequence[str]) -> list[str]:
-    """The targets that these backends run."""
+    """Return the targets of these backends."""
     return sorted({name if name in FLAVOURS else "onnxruntime" for name in backends})
 
 
 @dataclass
 class Truth:
-    """What answers are held to: eager's and float64's numbers at some places of the output.
+    """The reference for answers: eager's and float64's elements at some positions of the output.
 
     Attributes:
-        places: indices into the flat output.
-        eager, exact: the numbers there, as float64.
+        case: the case that answers are judged as.
+        precision: precision whose budget applies.
+        positions: indices into the flat output.
+        eager, exact: the elements there, as float64.
     """
 
     case: Case
     precision: Precision
-    places: Tensor
+    positions: Tensor
     eager: Array
     exact: Array
 
     def check(self, got: Any) -> ParityCheck:
-        """Hold an output, an array or a tensor on any device, to the budget."""
+        """Check an output, an array or a tensor on any device, against the budget."""
         if isinstance(got, np.ndarray):
-            numbers = got.reshape(-1)[self.places.cpu().numpy()].astype(np.float64)
+            numbers = got.reshape(-1)[self.positions.cpu().numpy()].astype(np.float64)
         else:
-            numbers = got.reshape(-1)[self.places.to(got.device)].double().cpu().numpy()
+            numbers = got.reshape(-1)[self.positions.to(got.device)].double().cpu().numpy()
         comparison = judge(self.case, "output", numbers, self.eager, self.exact, self.precision)
         return ParityCheck(
             passed=comparison.passed, error=comparison.error, budget=comparison.budget, reason=comparison.reason
@@ -206,13 +209,14 @@ def truth_of(
     exact: Callable[..., Tensor],
     inputs: Sequence[Tensor],
 ) -> Truth:
-    """What the outputs for a batch of inputs are held to.
+    """Compute the reference for the outputs of a batch of inputs.
 
     Args:
-        name: of the case.
-        precision: whose budget applies.
+        device: the device.
+        name: name of the case.
+        precision: precision whose budget applies.
         eager, exact: functions that run on one sample at a time, the second on inputs in float64.
-        inputs: on the device, samples first.
+        inputs: inputs on the device, samples first.
     """
     torch = device.torch
     samples = [[tensor[i : i + 1] for tensor in inputs] for i in range(len(inputs[0]))]
@@ -220,16 +224,16 @@ def truth_of(
         plain = torch.cat([eager(*sample).reshape(-1) for sample in samples])
         truth = torch.cat([exact(*(tensor.double() for tensor in sample)).reshape(-1) for sample in samples])
     count = plain.numel()
-    if count <= PLACES:
-        places = torch.arange(count)
+    if count <= MOST_COMPARED:
+        positions = torch.arange(count)
     else:
-        places = torch.randint(count, (PLACES,), generator=torch.Generator().manual_seed(0))
-    at = places.to(plain.device)
-    flat = [tensor[at].double().cpu().numpy() for tensor in (plain, truth)]
-    return Truth(Case(name=name, sizes={}, kind="normal", seed=0), precision, places, *flat)
+        positions = torch.randint(count, (MOST_COMPARED,), generator=torch.Generator().manual_seed(0))
+    on_device = positions.to(plain.device)
+    flat = [tensor[on_device].double().cpu().numpy() for tensor in (plain, truth)]
+    return Truth(Case(name=name, sizes={}, kind="normal", seed=0), precision, positions, *flat)
 
 
-# --- patch-attention, the model that is timed most --------------------------------------------------------------------
+# --- patch-attention, the main timed model ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,23 +261,23 @@ class PatchPoint:
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of all scores, n² numbers a head."""
+        """Bytes of all scores, n² numbers per head."""
         return self.batch * HEADS * self.tokens**2 * precision_named(self.precision).dtype.itemsize
 
     def images(self, device: Device) -> Tensor:
-        """Random images on the device, of unit variance, shape (batch, 3, side, side)."""
+        """Return random images of unit variance on the device, shape (batch, 3, side, side)."""
         generator = device.torch.Generator().manual_seed(self.side)
         images = device.torch.randn((self.batch, 3, self.side, self.side), generator=generator)
         return device.to_device(images, precision_named(self.precision))
 
 
 def patch_attention() -> Example:
-    """The registered model, with small images to be exported with."""
+    """Return the registered model, with small images for the export."""
     from attnforge.model.registry import build_model
 
     return build_model("patch-attention", image_size=32, max_image_size=64)
 
 
 def patch_truth(device: Device, large: Large, images: Tensor, point: PatchPoint) -> Truth:
-    """What the model's answers to these images are held to."""
+    """Compute the reference for the model's answers to these images."""
     return truth_of(device, point.name, precision_named(point.precision), large.module, large.exact, [images])

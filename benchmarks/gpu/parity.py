@@ -1,4 +1,4 @@
-"""Every registered model in every precision on every backend, and torch on the device beside them."""
+"""Parity of every registered model in every precision on every backend, and of torch on the device."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ MODELS_FIRST = (
     "patch-attention-digits", "self-attention", "multi-head-self-attention",
 )  # fmt: skip
 COMPARED = ("vit", "patch-attention", "multi-head-attention")
-"""Models whose eager and torch.compile on the device are held to the budget, too, and their plans in Polygraphy."""
+"""Models for which eager and torch.compile on the device, and the plans in Polygraphy, are checked too."""
 
 
 def models() -> list[str]:
-    """Every registered model, the most important ones first."""
+    """Return every registered model, the most important ones first."""
     from attnforge.model.registry import MODELS
 
     return list(dict.fromkeys([*MODELS_FIRST, *MODELS]))
 
 
 def keys_of(model: str, precisions: Sequence[str] = PRECISIONS_TRIED) -> list[str]:
-    """The tasks of a model, in order."""
+    """Return the tasks of a model, in order."""
     keys = [f"{model}, {precision}" for precision in precisions]
     return keys + ([f"{key}, torch" for key in keys] if model in COMPARED else [])
 
 
 def chosen_keys(model: str, quick: bool) -> list[str]:
-    """The tasks of a model that are done: in a quick run, two precisions of the first models."""
+    """Return the tasks of a model to run: in a quick run, two precisions of the first models."""
     if not quick:
         return keys_of(model)
     return keys_of(model, PRECISIONS_TRIED[:2]) if model in MODELS_FIRST[:4] else []
 
 
 def supervise_models(settings: Settings) -> None:
-    """Every registered model in every precision on every backend: a process a model, several at once, each with results
-    of its own, which are taken over when it has ended."""
+    """Check every registered model in every precision on every backend: one process per model, several at once, each
+    with its own results, which are merged when it has ended."""
     results = read(settings.out)
     record = results.steps["parity"] = Step()
     attempt(record.failed, WHOLE, partial(_supervise_each, settings, results, record))
@@ -91,7 +91,7 @@ def _supervise_each(settings: Settings, results: GpuResults, record: Step) -> No
 
 
 def parity_of(device: Device, model: str) -> list[Task]:
-    """One model: every precision on every backend, then torch's own ways on the device."""
+    """Return the tasks of one model: every precision on every backend, then torch on the device."""
     verifies = {True: _verify_torch, False: _verify}
     keys = chosen_keys(model, device.settings.quick)
     return [(key, partial(verifies[key.endswith(", torch")], device, model, key.split(", ")[1])) for key in keys]
@@ -99,7 +99,7 @@ def parity_of(device: Device, model: str) -> list[Task]:
 
 @cache
 def _bundle(device: Device, model: str, precision: str) -> Bundle:
-    """The model, deployed as a user would deploy it, once for all processes of the step."""
+    """Return the model's bundle, deployed as a user would, once for all processes of the step."""
     from attnforge.export.deploy import deploy
 
     folder = Path(device.settings.scratch) / f"{model}-{precision}.bundle"
@@ -115,7 +115,7 @@ def _bundle(device: Device, model: str, precision: str) -> Bundle:
 
 
 def small(model: str) -> Example:
-    """A registered model; patch-attention with small images, because it runs in float64 on the CPU here."""
+    """Return a registered model; patch-attention with small images, because it runs in float64 on the CPU here."""
     from attnforge.model.registry import build_model
 
     return patch_attention() if model == "patch-attention" else build_model(model)
@@ -130,11 +130,11 @@ def _verify(device: Device, model: str, precision: str, item: Item) -> None:
             item.skipped[backend] = reason
             continue
 
-        def held(backend: str = backend) -> None:
+        def check(backend: str = backend) -> None:
             with load(bundle, backend, device=device.settings.device) as session:
                 item.checks[backend] = check_of(hold(session.bundle, session.backend, session.run))
 
-        attempt(item.failed, backend, held)
+        attempt(item.failed, backend, check)
         if model in COMPARED and backend in FLAVOURS:
             _ask_polygraphy(device, bundle, backend, item)
         device.run.save()
@@ -143,10 +143,10 @@ def _verify(device: Device, model: str, precision: str, item: Item) -> None:
 
 
 def _ask_polygraphy(device: Device, bundle: Bundle, flavour: str, item: Item) -> None:
-    """The same plan in Polygraphy's TrtRunner, in a process of its own."""
+    """Check the same plan in Polygraphy's TrtRunner, in its own process."""
     settings, name = device.settings, opinion_of(flavour)
 
-    def held() -> None:
+    def check() -> None:
         try:
             report = second_opinion(bundle, flavour, settings.device, Path(settings.scratch), device.run.left)
             item.checks[name] = check_of(report)
@@ -155,11 +155,11 @@ def _ask_polygraphy(device: Device, bundle: Bundle, flavour: str, item: Item) ->
         except subprocess.TimeoutExpired:
             item.skipped[name] = NO_TIME
 
-    attempt(item.failed, name, held)
+    attempt(item.failed, name, check)
 
 
 def _verify_torch(device: Device, model: str, precision: str, item: Item) -> None:
-    """Eager and torch.compile on the device, held to the same budget on the same cases."""
+    """Check eager and torch.compile on the device, against the same budget in the same cases."""
     from attnforge.bench.contenders.peers import torch_runner
     from attnforge.runtime.backends.eager import at_precision
 
@@ -171,17 +171,17 @@ def _verify_torch(device: Device, model: str, precision: str, item: Item) -> Non
     module = at_precision(small(model).module, p).to(device.name)
     for name in (EAGER, COMPILE):
 
-        def held(name: str = name) -> None:
+        def check(name: str = name) -> None:
             torch.compiler.reset()
             run = torch.compile(module, dynamic=True) if name == COMPILE else module
             with device.products(p):
                 item.checks[name] = check_of(hold(bundle, name, torch_runner(run, p, device.name)))
 
-        attempt(item.failed, name, held)
+        attempt(item.failed, name, check)
 
 
 def check_of(report: BackendReport) -> ParityCheck:
-    """What is recorded of a backend's report: the first three failures, where there are any."""
+    """Return the record of a backend's report, with up to three failures."""
     reasons = [f"{failure.case}, {failure.output}: {failure.reason}" for failure in report.failures[:3]]
     return ParityCheck(
         passed=report.passed,

@@ -1,4 +1,4 @@
-"""Contenders of a race on the device: opened, held to the truth, and timed in turns."""
+"""Contenders of a race on the device: loaded, checked against the truth, and timed in turns."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, is_ours
 WARM_UP, ROUNDS, LEAST_ROUNDS = 6, 200, 5
 
 COMPARED = (EAGER, COMPILE, FLASH)
-"""Peers that attnforge's contenders are compared with."""
+"""Peers with which attnforge's contenders are compared."""
 
 
 @dataclass
 class OpenContender:
-    """Something that can be called again and again; `waits` tells that a call returns only when its outputs are
-    there."""
+    """A contender that is ready for calls; with `waits`, a call returns only when its outputs are complete."""
 
     call: Callable[[], Any]
     session: Session | None = None
@@ -39,18 +38,19 @@ class OpenContender:
 
 
 Ways = dict[str, Callable[[], OpenContender]]
-"""What opens each contender, by name."""
+"""Functions that load each contender, by name."""
 
 
 @dataclass
 class Racer:
-    """A contender that is open and gave a right answer.
+    """A loaded contender that gave a right answer.
 
     Attributes:
-        ready_seconds: from nothing to the first output.
-        held: bytes of the device that this took, where the system tells.
-        peak: the most bytes that torch's allocator held beyond what was there.
-        host_ms: until a call returns.
+        opened: the contender.
+        ready_seconds: time from the start of loading to the first output.
+        held: bytes of device memory that this took, where the system reports it.
+        peak: peak bytes that torch's allocator added.
+        host_ms: milliseconds until a call returns.
     """
 
     opened: OpenContender
@@ -60,7 +60,7 @@ class Racer:
     host_ms: float = 0.0
 
     def turn(self, device: Device) -> tuple[float | None, float]:
-        """Milliseconds of a call on the device (None where calls wait for their outputs), and of one end to end."""
+        """Return milliseconds of a call on the device (None if calls wait for their outputs), and of one end to end."""
         self.opened.call()
         device.sync()
         on_device = None if self.opened.waits else device.device_ms(self.opened.call, self.host_ms)
@@ -68,17 +68,17 @@ class Racer:
 
 
 def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContender], truth: Truth) -> Racer | None:
-    """Open a contender, hold its first answer to the budget, warm it up, and hold its last answer too, which may be
-    that of a replayed graph; None where it failed or was wrong, which the item then says."""
+    """Load a contender, check its first answer, warm it up, and check its last answer too, which may come from a
+    replayed graph; return None if it failed or was wrong, with the reason in the item."""
 
     def is_right(answer: Any) -> bool:
         check = item.checks[name] = truth.check(answer)
         device.run.save()
         if not check.passed:
-            item.skipped[name] = "not timed, for its answer is wrong"
+            item.skipped[name] = "not timed, because its answer is wrong"
         return check.passed
 
-    def opening() -> Racer | None:
+    def open_racer() -> Racer | None:
         before, base = device.free(), device.allocated()
         start = time.perf_counter()
         opened = make()
@@ -100,7 +100,7 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContende
         host = statistics.median(device.host_ms(opened.call) for _ in range(3))
         return Racer(opened, seconds, held, None if opened.session else peak, host)
 
-    racer = attempt(item.failed, name, opening)
+    racer = attempt(item.failed, name, open_racer)
     if racer is None and device.on_cuda and not device_lost():
         attempt(item.failed, f"{name}, freeing its memory", device.free)
     return racer
@@ -115,15 +115,16 @@ def race(
     why_not: Callable[[str], str | None] = lambda name: None,
     seconds: float | None = None,
 ) -> None:
-    """Enter contenders one after the other, time those that are right in turns, and record them.
+    """Enter contenders one after another, time those that are right in turns, and record them.
 
     Args:
-        item: where times, checks and failures go.
+        device: the device.
+        item: receives times, checks and failures.
         ways: the contenders.
-        truth: of their outputs.
-        batch: samples a call.
-        why_not: asked before a contender is opened: why it is to be skipped, or None.
-        seconds: for the rounds; by default :func:`race_seconds`.
+        truth: reference of their outputs.
+        batch: samples per call.
+        why_not: called before a contender is loaded; returns why to skip it, or None.
+        seconds: time limit of the rounds; by default :func:`race_seconds`.
     """
     racers: dict[str, Racer] = {}
     for name, make in ways.items():
@@ -161,17 +162,17 @@ def race(
 
 
 def race_seconds(device: Device) -> float:
-    """Seconds for one race."""
+    """Return the seconds for one race."""
     return 1.0 if device.settings.quick or not device.on_cuda else 3.0
 
 
 def without_rounds(rounds: list[list[float]]) -> Latency:
-    """Median with its 95% interval and percentiles of milliseconds by round; the rounds themselves are not kept."""
+    """Return the median with its 95% interval and the percentiles, without the rounds themselves."""
     return latency_of(rounds).model_copy(update={"rounds": []})
 
 
 def mib(size: float | None) -> float | None:
-    """MiB of so many bytes."""
+    """Convert bytes to MiB."""
     return None if size is None else size / 2**20
 
 
@@ -184,7 +185,7 @@ def in_session(
     out: Any = None,
     graphs: bool | None = None,
 ) -> OpenContender:
-    """A bundle's backend on these inputs, which writes to `out` where it is given."""
+    """Load a bundle's backend for these inputs; it writes to `out` if that is given."""
     session = load(bundle.path, backend, device=device.settings.device, contexts=1, graphs=graphs)
     stack.enter_context(session)
     return OpenContender(lambda: session(*feeds, out=out), session, waits=isinstance(feeds[0], np.ndarray))

@@ -1,4 +1,4 @@
-"""The processes of the run, a step in each; its tasks in turn, failures in their own words, the files of results."""
+"""The processes of the run, one per step: their tasks, failure messages and results files."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ LEAST = 2.0
 
 T = TypeVar("T")
 Task = tuple[str, Callable[[Item], None]]
-"""A task's key, and what does it and records it in an item."""
+"""A task's key, and the function that runs it and records it in an item."""
 
 
 def read(folder: str | Path) -> GpuResults:
-    """The results in a folder; empty ones where there are none.
+    """Read the results in a folder; empty results if there are none.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file contains something else.
     """
     file = Path(folder) / "gpu.json"
     return GpuResults.model_validate_json(file.read_bytes()) if file.is_file() else GpuResults()
 
 
 def write(results: GpuResults, folder: str | Path) -> None:
-    """Write figures and page, each whole or not at all."""
+    """Write figures and page, each atomically."""
     results.claims = claims(results)
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_whole(Path(folder) / "gpu.json", f"{results.model_dump_json(indent=2)}\n".encode())
@@ -61,7 +61,7 @@ class GpuRun:
 
     @property
     def left(self) -> float:
-        """Seconds until the time is over."""
+        """Seconds left."""
         return self.settings.ends - time.time()
 
     def save(self) -> None:
@@ -70,10 +70,10 @@ class GpuRun:
 
 
 def step(run: GpuRun, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
-    """Run a step's tasks in turn while there is time, and record each as it is done.
+    """Run a step's tasks one after another while there is time, and record each as it is done.
 
-    Tasks that an earlier process recorded are passed over. A task that raises is recorded in its own words, and the
-    next one runs; in another process if the device was lost.
+    Tasks that an earlier process recorded are skipped. A task that raises is recorded with its message, and the next
+    one runs, in another process if the device was lost.
     """
     record = run.results.steps.setdefault(name, Step())
     todo = attempt(record.failed, WHOLE, tasks) or ()
@@ -100,42 +100,42 @@ def step(run: GpuRun, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
 
 
 def attempt(failed: dict[str, str], what: str, do: Callable[[], T]) -> T | None:
-    """Do something that may fail: the failure's message, and what was logged meanwhile, go to `failed` under the key
-    `what`, and the run goes on.
+    """Call a function that may fail: the error's message, and what was logged meanwhile, go to `failed` under the key
+    `what`, and the run continues.
 
     Returns:
-        the result of `do`; None where it failed.
+        the result of `do`; None if it failed.
     """
-    log, place = _log()
+    log, start = _log()
     try:
         return do()
     except Exception as error:
-        said = tail(log.read_bytes()[place:].decode(errors="replace")) if log is not None else ""
-        text = f"{type(error).__name__}: {error}" + (f"\nIts log: {said}" if said else "")
+        logged = tail(log.read_bytes()[start:].decode(errors="replace")) if log is not None else ""
+        text = f"{type(error).__name__}: {error}" + (f"\nIts log: {logged}" if logged else "")
         failed[what] = shortened(re.sub(r"\x1b\[[0-9;]*m", "", text))
         return None
 
 
 def _log() -> tuple[Path | None, int]:
-    """The file that this process's standard error goes to, if it goes to one, and the file's length. Libraries print
-    there what their errors leave out."""
+    """Return the file of this process's standard error, if it is one, and the file's length. Libraries print details
+    there that their errors leave out."""
     about = os.fstat(2)
     return (Path("/proc/self/fd/2"), about.st_size) if stat.S_ISREG(about.st_mode) else (None, 0)
 
 
 def shortened(text: str, limit: int = 3000) -> str:
-    """The beginning and the end of a long text, `limit` characters together."""
+    """Return the beginning and the end of a long text, `limit` characters in total."""
     text = text.strip()
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[…]\n{text[-limit // 2 :]}"
 
 
 def tail(text: str, lines: int = 15) -> str:
-    """The last lines of a text."""
+    """Return the last lines of a text."""
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
 def device_lost() -> bool:
-    """Whether a kernel has left an error that makes every later CUDA call of this process fail."""
+    """Return whether a kernel has left an error that makes every later CUDA call of this process fail."""
     driver: Any = sys.modules.get("cuda.bindings.driver")
     if driver is None or cuda_devices() == 0:
         return False
@@ -147,15 +147,15 @@ def device_lost() -> bool:
 
 TAKE = "--take"
 RESTARTS, GRACE = 6, 20.0
-"""How often a step whose process died goes on in a new one; seconds that a task may go on beyond the time."""
+"""How often a step whose process died continues in a new one; seconds that a task may exceed the time limit by."""
 
 
 def supervise(settings: Settings, name: str) -> None:
-    """Run a step in a process of its own, and where that dies, what is left of the step in another.
+    """Run a step in its own process, and if that dies, run the rest of the step in another.
 
     Args:
-        settings: of the step's process.
-        name: of the step.
+        settings: settings of the step's process.
+        name: name of the step.
     """
     log = Path(settings.scratch) / f"{name.replace(':', '-')}.log"
     for _ in range(1 + RESTARTS):
@@ -168,18 +168,18 @@ def supervise(settings: Settings, name: str) -> None:
         if code is None:
             _leave_out(settings, name, NO_TIME)
             return
-        said = last_words(log.read_text(encoding="utf-8", errors="replace"))
+        logged = last_words(log.read_text(encoding="utf-8", errors="replace"))
         record = read(settings.out).steps.get(name, Step())
         if code != LOST:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            _died(settings, name, f"its process {how}. Its log: {said}")
+            _died(settings, name, f"its process {how}. Its log: {logged}")
             if record.doing is None:
                 return
     _leave_out(settings, name, f"its step's process had died {1 + RESTARTS} times")
 
 
 def _in_process(settings: Settings, name: str, log: Path) -> int | None:
-    """Exit code of a step's process; None where it was killed because the time was over."""
+    """Return the exit code of a step's process; None if it was killed because the time was over."""
     variables = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
     seconds = max(settings.ends + GRACE - time.time(), 1.0)
     ended = run_child(
@@ -189,7 +189,7 @@ def _in_process(settings: Settings, name: str, log: Path) -> int | None:
 
 
 def _leave_out(settings: Settings, name: str, why: str) -> None:
-    """Note the planned tasks that a step did not finish; the whole step where it had not planned any."""
+    """Record the planned tasks that a step did not finish, or the whole step if it had not planned any."""
     results = read(settings.out)
     record = results.steps.setdefault(name, Step())
     if record.doing is not None:
@@ -202,7 +202,7 @@ def _leave_out(settings: Settings, name: str, why: str) -> None:
 
 
 def _died(settings: Settings, name: str, why: str) -> None:
-    """Note that a step's process died, with the task that it was at."""
+    """Record that a step's process died, with the task that it was running."""
     results = read(settings.out)
     record = results.steps.setdefault(name, Step())
     if record.doing is None:
@@ -214,6 +214,6 @@ def _died(settings: Settings, name: str, why: str) -> None:
 
 
 def last_words(log: str) -> str:
-    """The end of a dead process's log: from a little before its crash report, if it has one."""
-    place = log.rfind("Fatal Python error")
-    return shortened(tail(log, 30) if place < 0 else f"{tail(log[:place], 10)}\n{log[place:]}")
+    """Return the end of a dead process's log: from a little before its crash report, if it has one."""
+    crash = log.rfind("Fatal Python error")
+    return shortened(tail(log, 30) if crash < 0 else f"{tail(log[:crash], 10)}\n{log[crash:]}")

@@ -1,6 +1,6 @@
-"""A bundle's plan in Polygraphy's TrtRunner: a second opinion beside attnforge's own runtime, by the same rule.
+"""A bundle's plan in Polygraphy's TrtRunner: a second opinion on attnforge's runtime, by the same rule.
 
-Polygraphy is asked by its command, in a process of its own: it knows one of the two TensorRTs in a process.
+Polygraphy runs through its command line, in its own process: it supports one of the two TensorRTs per process.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ POLYGRAPHY = "import sys; from polygraphy.tools import main; sys.exit(main())"
 
 
 def opinion_of(flavour: str) -> str:
-    """The name of the second opinion on a flavour of TensorRT."""
+    """Return the name of the second opinion on a flavour of TensorRT."""
     return f"{flavour} in Polygraphy"
 
 
 def second_opinion(bundle: Bundle, flavour: str, device: int, scratch: Path, seconds: float) -> BackendReport:
-    """The parity report on a bundle's plan that Polygraphy runs.
+    """Return the parity report on a bundle's plan that Polygraphy runs.
 
     Args:
-        bundle: deployed for the flavour.
+        bundle: a bundle deployed for the flavour.
         flavour: `tensorrt` or `tensorrt_rtx`.
         device: number of the CUDA device.
         scratch: folder to write to.
-        seconds: after which Polygraphy is ended.
+        seconds: timeout of Polygraphy.
 
     Raises:
-        UnavailableError: the bundle has no plan for this device, or tensors that NumPy has no type for.
-        RunError: Polygraphy failed, in its words.
+        UnavailableError: the bundle has no plan for this device, or tensors of a type that NumPy lacks.
+        RunError: Polygraphy failed; with its message.
         subprocess.TimeoutExpired: it did not end in time.
     """
     if any(spec.dtype == BFLOAT16.name for spec in bundle.manifest.inputs + bundle.manifest.outputs):
@@ -64,7 +64,7 @@ def second_opinion(bundle: Bundle, flavour: str, device: int, scratch: Path, sec
 
 
 def _cuda_runtime() -> str | None:
-    """The folder of CUDA's runtime library, which Polygraphy looks for by the paths of libraries alone."""
+    """Return the folder of CUDA's runtime library, which Polygraphy searches only in the library path."""
     with suppress(ImportError, RuntimeError):
         library = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cudart")
         return str(Path(library.abs_path).parent) if library.abs_path else None
@@ -80,25 +80,27 @@ def judged(
     scratch: Path,
     seconds: float,
 ) -> BackendReport:
-    """The parity report on a model of a bundle that a runner of Polygraphy's runs.
+    """Return the parity report on a model of a bundle that a Polygraphy runner runs.
 
     Args:
-        bundle: whose cases are run.
-        model: file of the bundle.
-        runner: Polygraphy's option for the runner, with those of its own.
-        variables: of the environment.
-        backend: whose budget it is held to.
+        bundle: the bundle, whose cases are run.
+        model: file in the bundle.
+        runner: Polygraphy's option for the runner, with the runner's options.
+        variables: environment variables.
+        backend: backend whose budget applies.
         scratch: folder to write to.
-        seconds: after which Polygraphy is ended.
+        seconds: timeout of Polygraphy.
 
     Raises:
-        RunError: it failed, in its words.
+        RunError: it failed; with its message.
         subprocess.TimeoutExpired: it did not end in time.
     """
-    held, results = scratch / f"{bundle.path.name}.held", scratch / f"{bundle.path.name}.{backend}.json"
-    if not held.exists():
-        package(bundle, held)
-    files = [str(held / BUNDLE / model), *runner, "--load-inputs", str(held / INPUTS), "--save-outputs", str(results)]
+    packaged, results = scratch / f"{bundle.path.name}.package", scratch / f"{bundle.path.name}.{backend}.json"
+    if not packaged.exists():
+        package(bundle, packaged)
+    files = [
+        str(packaged / BUNDLE / model), *runner, "--load-inputs", str(packaged / INPUTS), "--save-outputs", str(results)
+    ]  # fmt: skip
     with temporary_folder() as folder:
         done = subprocess.run(
             [sys.executable, "-P", "-c", POLYGRAPHY, "run", *files],
@@ -107,7 +109,7 @@ def judged(
         )  # fmt: skip
     if done.returncode != 0 or not results.exists():
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        last = next((line for line in lines if "[!]" in line), lines[-1] if lines else "it said nothing")
-        raise RunError(f"polygraphy run ended with {done.returncode}: {last}")
-    (report,) = verify_results(held / BUNDLE, results, backend).backends.values()
+        last = next((line for line in lines if "[!]" in line), lines[-1] if lines else "no output")
+        raise RunError(f"polygraphy run exited with code {done.returncode}: {last}")
+    (report,) = verify_results(packaged / BUNDLE, results, backend).backends.values()
     return report

@@ -1,4 +1,4 @@
-"""The steps of a run, the records of what came of them, and the names and sizes that all steps share."""
+"""The steps of a run, the records of their results, and the names and sizes that all steps share."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ SHARES = {
     "latency": 0.85,
     "overhead": 1.0,
 }
-"""The steps in order of worth, and the share of the time then left that each may take."""
+"""The steps in order of importance, and the share of the remaining time that each may take."""
 
 PATCH, WIDTH, HEADS, HEAD = 4, 192, 3, 64
-"""Sizes of patch-attention as it is registered."""
+"""Sizes of the registered patch-attention."""
 
 SIDES = (56, 128, 224, 448)
-"""Pixels a side: 196, 1,024, 3,136 and 12,544 tokens."""
+"""Pixels per side: 196, 1,024, 3,136 and 12,544 tokens."""
 
 EAGER, SDPA, COMPILE, GRAPHED = "torch eager", "torch eager, SDPA", "torch.compile", "torch.compile, CUDA graphs"
 FLASH = "torch flash attention"
 
 
 class StepRecord(Record):
-    """A part of the results, which may hold NaN and infinities."""
+    """A part of the results, which may contain NaN and infinities."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
 class ParityCheck(StepRecord):
-    """How answers were held to the parity budget; error and budget are relative, those of the worst case."""
+    """The check of answers against the parity budget; error and budget are relative, those of the worst case."""
 
     passed: bool
     error: float
@@ -56,20 +56,20 @@ class ParityCheck(StepRecord):
 
 
 class Timing(StepRecord):
-    """How fast a contender was. The calls themselves are not kept, so `rounds` of the latencies are empty.
+    """The times of a contender. The calls themselves are not kept, so `rounds` of the latencies are empty.
 
     Attributes:
-        calls: how many were timed.
-        device: between CUDA events; None where a call waits for its outputs.
-        wall: end to end.
-        host_ms: until the call returns; its outputs may still be on their way.
-        per_second: samples, end to end at the median.
-        ready_seconds: from nothing to the first output: loading, or compiling.
-        ratios: of one of attnforge's, its median end to end over each peer's, by peer.
+        calls: number of timed calls.
+        device: latency between CUDA events; None if a call waits for its outputs.
+        wall: latency end to end.
+        host_ms: milliseconds until the call returns; its outputs may still be pending.
+        per_second: samples per second, end to end at the median.
+        ready_seconds: time from the start of loading or compiling to the first output.
+        ratios: for a contender of attnforge, its median end to end over each peer's, by peer.
         device_ratios: the same on the device.
-        held_mib: device memory that opening it and its first run took.
-        peak_mib: the most that torch's allocator held for it, beyond what was there.
-        session_mib: device memory that the session reports as its own.
+        held_mib: device memory taken by loading it and its first run.
+        peak_mib: peak memory that torch's allocator added for it.
+        session_mib: device memory that the session reports.
     """
 
     calls: int
@@ -86,7 +86,7 @@ class Timing(StepRecord):
 
 
 class Item(StepRecord):
-    """What came of one task: figures, checks and times by contender; and what was skipped or failed, and why."""
+    """The result of one task: figures, checks and times by contender; and what was skipped or failed, with reasons."""
 
     values: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     checks: dict[str, ParityCheck] = Field(default_factory=dict)
@@ -96,14 +96,14 @@ class Item(StepRecord):
 
 
 class Step(StepRecord):
-    """What came of a step.
+    """The results of a step.
 
     Attributes:
         planned: keys of its tasks.
-        items: what came of each task that was begun.
-        left_out: tasks that were not begun, and why.
-        failed: why the step could not begin.
-        doing: key of the task that is, or was, under way.
+        items: the result of each task that was started.
+        left_out: tasks that were not started, with reasons.
+        failed: why the step could not start.
+        doing: key of the task that is, or was, running.
     """
 
     planned: list[str] = Field(default_factory=list)
@@ -114,7 +114,7 @@ class Step(StepRecord):
 
 
 class Claim(StepRecord):
-    """A sentence, whether it holds, and the figures that say so."""
+    """A statement, whether it holds, and the figures that show it."""
 
     text: str
     answer: Verdict
@@ -122,10 +122,10 @@ class Claim(StepRecord):
 
 
 class GpuResults(StepRecord):
-    """Everything that a run measured; the page is made from this alone.
+    """All results of a run; the page is generated from these only.
 
     Attributes:
-        command: that gives the figures again.
+        command: command that reproduces the figures.
         machine: the device and the versions.
     """
 
@@ -139,17 +139,17 @@ class GpuResults(StepRecord):
 
 
 class Settings(StepRecord):
-    """What a process of the run is told.
+    """The settings of a process of the run.
 
     Attributes:
         out: folder of the results.
         scratch: folder for bundles and logs.
-        ends: when the time is over, as `time.time` counts.
+        ends: end of the time limit, in seconds of `time.time`.
         device: number of the CUDA device.
-        quick: fewer models, sizes and precisions.
-        place: where torch computes; on the CPU only to try the code itself.
-        backends: the backends that are tried.
-        threads: that libraries may use on the CPU; by default their own choice.
+        quick: run fewer models, sizes and precisions.
+        place: where torch computes; `cpu` only for testing the code.
+        backends: backends to try.
+        threads: number of threads that libraries may use on the CPU; by default their own choice.
     """
 
     out: str
@@ -163,26 +163,26 @@ class Settings(StepRecord):
 
 
 def is_ours(name: str) -> bool:
-    """Whether a contender is attnforge's: `tensorrt_rtx`, or `tensorrt_rtx, NumPy in and out`."""
+    """Return whether a contender is attnforge's: `tensorrt_rtx`, or `tensorrt_rtx, NumPy in and out`."""
     return name.partition(",")[0] in BACKENDS
 
 
-# --- what trying a backend said -------------------------------------------------------------------------------------
+# --- trials of backends -----------------------------------------------------------------------------------------------
 
 
 def worked(item: Item) -> bool:
-    """Whether some answer was right and the process survived."""
+    """Return whether any answer was right and the process survived."""
     return FATAL not in item.failed and any(check.passed for check in item.checks.values())
 
 
 def tries(results: GpuResults, backend: str) -> dict[str, Item]:
-    """What came of trying a backend in the first step, by task."""
+    """Return the results of trying a backend in the first step, by task."""
     items = results.steps.get("environment", Step()).items
     return {key: item for key, item in items.items() if key.partition(",")[0] == f"try {backend}"}
 
 
 def why_broken(results: GpuResults, backend: str) -> str | None:
-    """Why a backend did not work when it was tried; None where it did, or was not tried."""
+    """Return why a backend did not work when it was tried; None if it did, or was not tried."""
     tried = tries(results, backend)
     if not tried or any(worked(item) for item in tried.values()):
         return None
@@ -194,7 +194,7 @@ def why_broken(results: GpuResults, backend: str) -> str | None:
 
 
 def capabilities(results: GpuResults) -> list[str]:
-    """The compute capabilities to build TensorRT-RTX's plans for: by default all (an empty list); `CURRENT` where a
+    """Return the compute capabilities to build TensorRT-RTX's plans for: all (an empty list), or `CURRENT` if a
     portable plan did not work and one for this device did."""
     tried = {key.partition(", ")[2]: worked(item) for key, item in tries(results, "tensorrt_rtx").items()}
     return ["CURRENT"] if tried.get("CURRENT") and not tried.get(PORTABLE, True) else []

@@ -1,5 +1,5 @@
-"""What is timed of models on the device: ceilings that times are held against, attention alone against torch's flash
-kernel, patch-attention against torch's ways of running it, and what a session costs besides computing."""
+"""Timings on the device: ceilings, attention alone compared with torch's flash kernel, patch-attention compared with
+torch's ways of running it, and the overhead of a session."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from attnforge.model.registry import Example
 
 CEILING_SECONDS = 0.3
-"""For each ceiling."""
+"""Seconds for each ceiling."""
 
 
 # --- ceilings ---------------------------------------------------------------------------------------------------------
 
 
 def ceilings(device: Device) -> list[Task]:
-    """A copy, and matrix products of every precision."""
+    """Return tasks for a copy, and for matrix products of every precision."""
     products = [(f"product {name}", partial(_product, device, name)) for name in ("fp16", "bf16", "tf32", "fp32")]
     return [("copy", partial(_copy, device)), *products]
 
@@ -76,7 +76,7 @@ def _copy(device: Device, item: Item) -> None:
 
 
 def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
-    """The best amount a second on the device, of calls that each do `amount`."""
+    """Return the best rate of a call on the device, in `amount` per second."""
     for _ in range(3):
         call()
     device.sync()
@@ -89,7 +89,7 @@ def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
 def sessions(
     device: Device, stack: ExitStack, model: Large, sizes: Mapping[str, int], inputs: Sequence[Tensor], item: Item
 ) -> tuple[Ways, Bundle]:
-    """The model on every backend that runs here and whose plan could be built, on inputs that lie on the device; and
+    """Return the model on every backend that runs here and whose plan could be built, with inputs on the device; and
     the bundle."""
     backends = device.usable(item)
     bundle = model.deploy(device.scratch("timed"), sizes, targets_of(backends), item)
@@ -104,7 +104,7 @@ def sessions(
 
 
 def attention(device: Device) -> list[Task]:
-    """Attention of three heads and nothing else, against torch's flash kernel."""
+    """Return tasks for attention of three heads only, compared with torch's flash kernel."""
     tokens = [(side // PATCH) ** 2 for side in SIDES]
     chosen = tokens[-1:] if device.settings.quick else tokens[::-1]
     device.leave_out("attention", [f"{count} tokens" for count in tokens if count not in chosen])
@@ -116,7 +116,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     from attnforge.bench.limits.work import work_of
-    from attnforge.model.attention import attention as written_out
+    from attnforge.model.attention import attention as decomposed
 
     torch, precision = device.torch, precision_named("fp16")
     large = large_of(device, attention_alone, "fp16")
@@ -126,7 +126,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
     with device.stream(), ExitStack() as stack:
         generator = torch.Generator().manual_seed(tokens)
         inputs = [device.to_device(torch.randn(shape, generator=generator), precision) for _ in range(3)]
-        plain = partial(written_out, scale=1 / math.sqrt(HEAD))
+        plain = partial(decomposed, scale=1 / math.sqrt(HEAD))
         truth = truth_of(device, f"{tokens} tokens", precision, plain, plain, inputs)
         ways, _ = sessions(device, stack, large, {"tokens": tokens}, inputs, item)
 
@@ -142,7 +142,7 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
 
 
 def attention_alone() -> Example:
-    """Scaled dot-product attention of three heads over any number of tokens."""
+    """Return scaled dot-product attention of three heads over any number of tokens."""
     import torch
     from torch.export import Dim
 
@@ -161,13 +161,13 @@ def attention_alone() -> Example:
 
 
 def points() -> list[PatchPoint]:
-    """The grid, in order of worth."""
+    """Return the grid, in order of importance."""
     order = [("fp16", 1), ("fp32", 1), ("fp16", 8), ("fp16", 64), ("fp32", 8), ("bf16", 1), ("bf16", 8), ("fp32", 64)]
     return [PatchPoint(precision, side, batch) for precision, batch in [*order, ("bf16", 64)] for side in SIDES]
 
 
 def latency(device: Device) -> list[Task]:
-    """Patch-attention over tokens, batch and precision, against torch's ways of running it."""
+    """Return tasks for patch-attention over tokens, batch and precision, compared with torch."""
     grid = points()
     if device.settings.quick:
         grid = [p for p in grid if p.precision == "fp16" and p.batch <= 8 and p.side in (SIDES[0], SIDES[2])]
@@ -187,16 +187,16 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
                 ways[f"{name}, NumPy in and out"] = partial(in_session, device, stack, bundle, name, [array])
         if device.peers:
             ways |= peers_of(device, large.module, images, point)
-        # torch's come last, because its allocator keeps the memory that it once had
+        # torch's contenders come last, because its allocator keeps memory that it has used once
         race(device, item, ways, truth, point.batch, partial(why_too_large, device, point))
 
 
 def peers_of(device: Device, module: nn.Module, images: Tensor, point: PatchPoint) -> Ways:
-    """torch's ways of running the same module on the same images."""
+    """Return torch's ways of running the same module on the same images."""
     from attnforge.bench.contenders.peers import using_sdpa
 
     torch = device.torch
-    torch.compiler.reset()  # else it would stop compiling after some sizes
+    torch.compiler.reset()  # otherwise it stops compiling after a number of sizes
 
     def compiled(mode: str | None) -> OpenContender:
         run = torch.compile(module, dynamic=False, mode=mode)
@@ -216,22 +216,22 @@ def peers_of(device: Device, module: nn.Module, images: Tensor, point: PatchPoin
 
 
 def why_too_large(device: Device, point: PatchPoint, name: str) -> str | None:
-    """Why a contender that holds all scores is not tried, or None: it holds two of that size at once."""
+    """Return why a contender that materialises the scores, twice at a time, is not tried, or None."""
     free = device.free()
     unfused = name in (EAGER, COMPILE, GRAPHED) or (is_ours(name) and point.precision == "fp32")
     if not unfused or free is None or 2 * point.score_bytes <= 0.6 * free:
         return None
     return (
-        f"its scores alone are {point.score_bytes / 2**30:.0f} GiB, of which it holds two, and {free / 2**30:.0f} GiB "
-        "of the device are free"
+        f"it materialises the scores twice, {point.score_bytes / 2**30:.0f} GiB each, and {free / 2**30:.0f} GiB of "
+        "the device are free"
     )
 
 
-# --- what a session costs besides computing ---------------------------------------------------------------------------
+# --- overhead of a session --------------------------------------------------------------------------------------------
 
 
 def overhead(device: Device) -> list[Task]:
-    """One call in several ways, calls from several threads, and loads, of the first two backends that run here."""
+    """Return tasks for calls in several ways, calls from threads, and loads, with the first two backends here."""
     kinds = {"one call": _one_call, "threads": _threads, "loads": _loads}
     backends = device.usable(Item(), (*FLAVOURS, "onnxruntime-cuda"))[:2]
     return [(f"{backend}: {kind}", partial(do, device, backend)) for backend in backends for kind, do in kinds.items()]
@@ -239,7 +239,7 @@ def overhead(device: Device) -> list[Task]:
 
 @cache
 def _prepared(device: Device, backend: str) -> tuple[Bundle, Large, PatchPoint]:
-    """Patch-attention of 196 tokens in fp16, deployed for a backend."""
+    """Return patch-attention of 196 tokens in fp16, deployed for a backend."""
     point, item = PatchPoint("fp16", SIDES[0], 1), Item()
     large = large_of(device, patch_attention, point.precision)
     bundle = large.deploy(device.scratch("overhead"), point.sizes, targets_of([backend]), item)
@@ -268,7 +268,7 @@ def _one_call(device: Device, backend: str, item: Item) -> None:
 
 
 def _threads(device: Device, backend: str, item: Item) -> None:
-    """Calls of one session from several threads, each with a stream and images of its own; every answer is checked."""
+    """Call one session from several threads, each with its own stream and images; every answer is checked."""
     bundle, large, point = _prepared(device, backend)
     threads, calls = 8, 1000 if device.on_cuda and not device.settings.quick else 80
     images = [point.images(device) * (1 + i / threads) for i in range(threads)]
@@ -296,7 +296,7 @@ def _threads(device: Device, backend: str, item: Item) -> None:
 
 
 def _loads(device: Device, backend: str, item: Item) -> None:
-    """Loads with one call each; the memory that is free on the device before and after shows what they leave behind."""
+    """Load repeatedly with one call each; the device's free memory before and after shows what loads leak."""
     bundle, _, point = _prepared(device, backend)
     images = point.images(device)
     wanted = 200 if device.on_cuda and not device.settings.quick else 10

@@ -1,1 +1,1 @@
-"""Trains the weights that the package ships."""
+"""Training of the weights that the package ships."""

@@ -1,9 +1,9 @@
-"""Trains a decoder to write scikit-learn's handwritten digits, on a CPU, in less than five minutes.
+"""Train a decoder to write scikit-learn's handwritten digits, on a CPU, in less than five minutes.
 
 ``python -m benchmarks.training.decoder_digits --out FILE`` writes the weights as safetensors in float16 and the
-tokenizer beside them, and prints how well held-out scans are predicted and how many of the digits that it writes a
-classifier reads as the ones asked for. The files that ship with the package,
-``model/weights/decoder-digits.safetensors`` and ``model/weights/decoder-digits.tokenizer.json``, are this command's.
+tokenizer next to them, and prints how well held-out scans are predicted and how many of the digits that it writes a
+classifier reads as the requested ones. It produced the files that ship with the package,
+``model/weights/decoder-digits.safetensors`` and ``model/weights/decoder-digits.tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DROPOUT = 0.2
 
 
 def image_of(tokens: Tensor) -> Tensor | None:
-    """The image (1, 8, 8) in [0, 1] of one scan's tokens (TOKENS,), None where they are not written as a scan is."""
+    """Return the image (1, 8, 8) in [0, 1] of one scan's tokens (TOKENS,), or None if they are not a valid scan."""
     rows = tokens[2:-1].view(8, 9)
     ink = rows[:, :8] - len(CLASSES)
     image = ink.float().unsqueeze(0) / 16
@@ -43,12 +43,12 @@ def image_of(tokens: Tensor) -> Tensor | None:
 
 
 def text_of(tokens: Tensor) -> str:
-    """The text of tokens (n,), as the tokenizer decodes them: the end is not written."""
+    """Return the text of tokens (n,) as the tokenizer decodes them, without the end token."""
     return "".join(CHARACTERS[token] for token in tokens.tolist() if token != END)
 
 
 def make_tokenizer() -> Tokenizer:
-    """The tokenizer of these texts: a token a character, and decode(encode(text)) is the text.
+    """Return the tokenizer of these texts: one token per character, and decode(encode(text)) is the text.
 
     Text with any other character has no encoding. Raises UnavailableError without the library ``tokenizers``.
     """
@@ -59,7 +59,9 @@ def make_tokenizer() -> Tokenizer:
             "the tokenizer needs the library tokenizers, which is not installed; pip install attnforge[hf]"
         ) from error
     vocabulary = {character: token for token, character in enumerate(CHARACTERS)} | {"<end>": END}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))  # which there is not, so that others fail
+    tokenizer = Tokenizer(
+        models.WordLevel(vocabulary, unk_token="<none>")
+    )  # not in the vocabulary, so that other characters fail
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
@@ -68,7 +70,7 @@ def make_tokenizer() -> Tokenizer:
 
 @contextmanager
 def dropout(model: Decoder, share: float, generator: torch.Generator) -> Iterator[None]:
-    """Within, a share of what attention and feed-forward networks add is zeroed, and the rest is scaled up for it."""
+    """In the block, zero a share of the outputs of attention and feed-forward layers, and scale up the rest."""
 
     def drop(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output * (torch.rand(output.shape, generator=generator) >= share) / (1 - share)
@@ -83,15 +85,15 @@ def dropout(model: Decoder, share: float, generator: torch.Generator) -> Iterato
 
 
 def loss_of(model: Decoder, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token, of all that follows the class and its newline."""
+    """Return the mean cross-entropy, in nats per token, of everything after the class and its newline."""
     logits = model(tokens[:, :-1])  # (N, TOKENS - 1, vocab_size)
     return F.cross_entropy(logits[:, PROMPT - 1 :].flatten(0, 1), tokens[:, PROMPT:].flatten())
 
 
 def train(split: DigitsSplit, epochs: int = 40, batch_size: int = 32, seed: int = 0) -> Decoder:
-    """A decoder fitted with AdamW, a one-cycle learning rate, dropout and random moves to the sides; eval mode.
+    """Train a decoder with AdamW, a one-cycle learning rate, dropout and random sideways shifts; returned in eval mode.
 
-    Its weights are rounded to float16, as which they are stored.
+    Its weights are rounded to float16, in which they are stored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -120,10 +122,10 @@ def train(split: DigitsSplit, epochs: int = 40, batch_size: int = 32, seed: int 
 
 
 def moved_sideways(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A third of the images (N, 1, 8, 8) moved by one pixel to the left or the right, with zeros moved in.
+    """Shift a third of the images (N, 1, 8, 8) by one pixel to the left or the right, filling with zeros.
 
-    Scans touch their upper and lower edge. Moved up or down they would not, and the most likely first row of any digit
-    would be an empty one, after which the most likely image is empty.
+    Scans touch their upper and lower edge. Shifted up or down they would not, and the most likely first row of any
+    digit would be an empty one, after which the most likely image is empty.
     """
     padded = F.pad(images, (1, 1)).squeeze(1)  # (N, 8, 10)
     left = torch.tensor([0, 1, 1, 1, 1, 2])[torch.randint(0, 6, (len(images), 1, 1), generator=generator)]
@@ -132,13 +134,13 @@ def moved_sideways(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def bits_per_token(model: Decoder, split: DigitsSplit) -> float:
-    """Bits that a token of the held-out scans takes on average, its class being known."""
+    """Return the mean bits per token of the held-out scans, given their class."""
     with torch.inference_mode():
         return float(loss_of(model, tokens_of(split.test_images, split.test_labels))) / math.log(2)
 
 
 def write_digits(model: Decoder, each: int = 20, temperature: float = 1.0, seed: int = 0) -> Tensor:
-    """Digits that the model writes, as tokens (10 · each, TOKENS): zeros first, nines last."""
+    """Return digits that the model writes, as tokens (10 · each, TOKENS): zeros first, nines last."""
     labels = torch.arange(len(CLASSES)).repeat_interleave(each)
     prompt = torch.stack([labels, torch.full_like(labels, CHARACTERS.index("\n"))], dim=1)
     generator = torch.Generator().manual_seed(seed)
@@ -147,23 +149,23 @@ def write_digits(model: Decoder, each: int = 20, temperature: float = 1.0, seed:
 
 
 def share_read(tokens: Tensor, classifier: nn.Module) -> float:
-    """The share of digits (N, TOKENS) that are well formed and that a classifier of images reads as their class."""
+    """Return the share of digits (N, TOKENS) that are well formed and that an image classifier reads as their class."""
     images = [(digit[0], image) for digit in tokens if (image := image_of(digit)) is not None]
     with torch.inference_mode():
         return sum(int(classifier(image[None]).argmax() == label) for label, image in images) / len(tokens)
 
 
 def main() -> None:
-    """The command line: trains, prints what the decoder learnt, and writes the weights and the tokenizer."""
+    """Train the decoder, print what it learnt, and write the weights and the tokenizer."""
     options = training_options("decoder_digits", "Train the decoder that writes digits.", epochs=40)
     tokenizer = make_tokenizer()
     split = load_digits_split()
     model = train(split, epochs=options.epochs, seed=options.seed)
-    print(f"held-out {bits_per_token(model, split):.4f} bits a token on {len(split.test_labels)} scans")
+    print(f"held-out {bits_per_token(model, split):.4f} bits per token on {len(split.test_labels)} scans")
     classifier = build_model("patch-attention-digits").module
     for name, each, temperature in ("greedy", 1, 0.0), ("sampled", 50, 1.0):
         digits = write_digits(model, each, temperature)
-        print(f"{name} {share_read(digits, classifier):.3f} of {len(digits)} digits read as the class asked for")
+        print(f"{name} {share_read(digits, classifier):.3f} of {len(digits)} digits read as the requested class")
     print(text_of(write_digits(model, 1, 1.0).flatten()))
     save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, options.out)
     tokenizer.save(str(options.out.with_suffix(".tokenizer.json")))

@@ -1,7 +1,7 @@
-"""Trains the patch-attention classifier on scikit-learn's handwritten digits, on a CPU, in about a minute.
+"""Train the patch-attention classifier on scikit-learn's handwritten digits, on a CPU, in about a minute.
 
 ``python -m benchmarks.training.digits --out FILE`` writes the weights as safetensors and prints the held-out accuracy.
-The file that ships with the package, ``model/weights/patch-attention-digits.safetensors``, is this command's.
+It produced the file that ships with the package, ``model/weights/patch-attention-digits.safetensors``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnforge.model.patch import PatchAttentionClassifier
 
 
 def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Every image (N, 1, 8, 8) moved by -1, 0 or 1 pixels along each axis, with zeros moved in."""
+    """Shift every image (N, 1, 8, 8) by -1, 0 or 1 pixels along each axis, filling with zeros."""
     padded = F.pad(images, (1, 1, 1, 1)).squeeze(1)  # (N, 10, 10)
     top, left = torch.randint(0, 3, (2, len(images), 1, 1), generator=generator)
     steps = torch.arange(images.shape[-1])
@@ -28,7 +28,7 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(split: DigitsSplit, epochs: int = 150, batch_size: int = 64, seed: int = 0) -> PatchAttentionClassifier:
-    """A classifier fitted with AdamW, a one-cycle learning rate, label smoothing and random shifts; eval mode."""
+    """Train a classifier with AdamW, a one-cycle learning rate, label smoothing and random shifts; in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = PatchAttentionClassifier()
@@ -48,22 +48,22 @@ def train(split: DigitsSplit, epochs: int = 150, batch_size: int = 64, seed: int
 
 
 def accuracy(model: PatchAttentionClassifier, images: Tensor, labels: Tensor) -> float:
-    """The share of images whose highest logit is their label's."""
+    """Return the share of images whose highest logit is their label's."""
     with torch.inference_mode():
         return float((model(images).argmax(-1) == labels).double().mean())
 
 
 def training_options(module: str, description: str, epochs: int) -> argparse.Namespace:
-    """The options `out`, `epochs` and `seed` of the command line that trains a model."""
+    """Parse the options `out`, `epochs` and `seed` of a training command."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.training.{module}", description=description)
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the shuffling; the split is fixed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the shuffling; the split is fixed")
     return parser.parse_args()
 
 
 def main() -> None:
-    """The command line: trains, prints the accuracies, and writes the weights."""
+    """Train the classifier, print its accuracies, and write the weights."""
     options = training_options("digits", "Train the digits classifier.", epochs=150)
     split = load_digits_split()
     model = train(split, epochs=options.epochs, seed=options.seed)

@@ -314,13 +314,13 @@ def test_claims_are_held_against_eager_the_best_right_peer_and_the_limit() -> No
     ]
     assert len(suite.broken(measured)) == 1
     lines = suite.table(measured).splitlines()
-    assert lines[2] == "| ms a token, of eager-static's, behind 128 tokens | eager-static | 0.9 | 0.5 | 0.5–0.5 | yes |"
-    assert "Behind 128 tokens: 6.5 ms to copy 410 MB" in lines
+    assert lines[2] == "| ms a token, of eager-static's, after 128 tokens | eager-static | 0.9 | 0.5 | 0.5–0.5 | yes |"
+    assert "After 128 tokens: 6.5 ms to copy 410 MB" in lines
     assert "| **onnxruntime-cpu** | 10.00 | 100.0 | – | 50% | 1e-7 |" in lines
-    assert "Not timed, for its logits are wrong: eager-dynamic: error 1 is over the budget." in lines
+    assert "Not timed, because its logits are wrong: eager-dynamic: error 1 is over the budget." in lines
 
 
 def test_a_bundle_that_is_wrong_breaks_the_suite() -> None:
     measured = figures([contender("eager-static", 20.0)], {"onnxruntime-cpu": "wrong"})
     assert {claim.holds for claim in suite.claims(measured)} == {"not measured"}
-    assert suite.broken(measured) == ["no backend of the bundle's was timed"]
+    assert suite.broken(measured) == ["no backend of the bundle was timed"]

@@ -63,7 +63,7 @@ def test_what_is_passed_over_is_in_the_table() -> None:
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     found = model(fast, ours, contender("eager", "fp32", 20)).model_copy(update={"name": "vit-b-16"})
     (line,) = (one for one in claims_table(claims.measured_claims(results_of(found))).splitlines() if "vit-b-16" in one)
-    over = "passed over, for they are wrong in another case: openvino-plain fp32 (1.25)"
+    over = "not compared, because wrong in another case: openvino-plain fp32 (1.25)"
     assert line.startswith(
         f"| vit-b-16: fp32 to any fp32 contender; {over} | onnxruntime-cpu fp32 to eager fp32 | 1.05 |"
     )

@@ -72,10 +72,10 @@ def test_an_option_only_of_its_own(squares: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_wrong_option_or_name_is_refused(squares: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended_with(["--tims", "3"]) == 2 and ended_with(["--only", "c"]) == 2
-    assert "there are a, ab" in capsys.readouterr().err
+    assert "known: a, ab" in capsys.readouterr().err
     assert ended_with(["--help"]) == 0 and "--times" in capsys.readouterr().out
     assert not squares.exists()
-    with pytest.raises(typer.BadParameter, match="no experiment is called 'overheads'; there are suite, "):
+    with pytest.raises(typer.BadParameter, match="no experiment 'overheads'; known: suite, "):
         run("overheads", [])
 
 

@@ -305,7 +305,7 @@ def test_polygraphy_judges_what_it_runs_in_a_process_of_its_own(small: DeploySma
     model = bundle.manifest.targets["onnxruntime"].model
     report = judged(bundle, model, ["--onnxrt"], {}, "onnxruntime-cpu", tmp_path, 120)
     assert report.passed and report.cases == len(bundle.manifest.cases)
-    with pytest.raises(RunError, match=r"polygraphy run ended with 1: .*") as failed:
+    with pytest.raises(RunError, match=r"polygraphy run exited with code 1: .*") as failed:
         judged(bundle, MANIFEST, ["--onnxrt", "--model-type", "onnx"], {}, "onnxruntime-cuda", tmp_path, 120)
     assert "\n" not in str(failed.value)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -381,11 +381,11 @@ def test_a_wrong_answer_has_no_time(run: GpuRun, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(racing, "race_seconds", lambda device: 0.05)
     racing.race(device, item, ways, truth, 1)
     assert list(item.timings) == ["right"]
-    assert not item.checks["wrong"].passed and item.skipped == {"wrong": "not timed, for its answer is wrong"}
+    assert not item.checks["wrong"].passed and item.skipped == {"wrong": "not timed, because its answer is wrong"}
 
 
 def test_the_truth_of_a_batch_is_that_of_its_samples(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "PLACES", 50)
+    monkeypatch.setattr(models, "MOST_COMPARED", 50)
     seen: list[tuple[int, ...]] = []
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -394,7 +394,7 @@ def test_the_truth_of_a_batch_is_that_of_its_samples(run: GpuRun, monkeypatch: p
 
     x = torch.arange(4 * 30, dtype=torch.float16).reshape(4, 30)
     truth = models.truth_of(Device(run), "case", precision_named("fp16"), double, double, [x])
-    assert seen == [(1, 30)] * 8 and len(truth.places) == len(truth.exact) == 50
+    assert seen == [(1, 30)] * 8 and len(truth.positions) == len(truth.exact) == 50
     assert truth.check(2 * x).error == truth.check(2 * x.numpy()).error == 0
     assert truth.check(2 * x.numpy()).passed and not truth.check(2 * x + 1).passed
     assert truth.case == Case(name="case", sizes={}, kind="normal", seed=0)

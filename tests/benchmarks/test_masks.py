@@ -69,7 +69,7 @@ def test_the_fastest_right_peer_counts_and_what_is_broken_is_told() -> None:
     assert masks.EXPERIMENT.wrong(figures) == [
         "window: p of time ~ tokensᵖ: 1.2, at most 1.15",
         "causal, 16,384 tokens: time, of the fastest peer's (eager): 0.8, at most 0.65",
-        "causal, 16,384 tokens: MiB that a call adds: 65, at most 64",
+        "causal, 16,384 tokens: MiB added per call: 65, at most 64",
     ]
 
 

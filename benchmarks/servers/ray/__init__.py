@@ -1,1 +1,1 @@
-"""Ray on this machine: a cluster, rows to predict, and clients."""
+"""Ray on this machine: a local cluster, rows to predict, and clients."""

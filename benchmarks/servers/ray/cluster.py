@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone: on 127.0.0.1, with a token of its own, and no report of its use.
+"""A Ray cluster on this machine only: on 127.0.0.1, with its own token, and without usage reports.
 
 Ray reads some of its settings when it is imported, so import this module before Ray.
 """
@@ -20,27 +20,27 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on any system: the node's address is 127.0.0.1
     "RAY_AUTH_MODE": "token",
-    "RAY_worker_niceness": "0",  # actors are as nice as what they are measured beside; Ray's own is 15 more
+    "RAY_worker_niceness": "0",  # the niceness of the processes that actors are compared with; Ray's default is 15 more
 }
 os.environ.update(SETTINGS)
 
 MEMORY = 200 * 2**20
-"""Bytes of the store that processes share."""
+"""Bytes of the shared object store."""
 
 PATIENCE = 15.0
-"""Seconds until processes are killed that have not ended."""
+"""Seconds until processes that have not ended are killed."""
 
 
 @contextmanager
 def local_cluster(cpus: int) -> Iterator[None]:
-    """A cluster until the block is left, after which none of its processes is there.
+    """Run a cluster for the duration of the block; afterwards none of its processes is left.
 
     Args:
-        cpus: logical processors.
+        cpus: number of logical processors.
     """
     import ray
 
-    # Without a token of its own, Ray would write one to the home folder.
+    # Without this token, Ray would write one to the home folder.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         ray.init(
@@ -57,7 +57,7 @@ def local_cluster(cpus: int) -> Iterator[None]:
 
 
 def _end(processes: list[int]) -> None:
-    """Wait until processes have ended; kill those that do not."""
+    """Wait until processes have ended; kill those that have not in time."""
     end = time.monotonic() + PATIENCE
     while any(map(_is_running, processes)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -73,10 +73,10 @@ def _is_running(process: int) -> bool:
 
 
 def descendants(title: str = "") -> list[int]:
-    """Processes that this one has started, and those that they have started, by the beginning of their command.
+    """Return all descendants of this process whose command starts with `title`.
 
     Args:
-        title: such as `ray::ServeReplica`; Ray names its actors so.
+        title: such as `ray::ServeReplica`, Ray's name of an actor.
     """
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -92,10 +92,10 @@ def descendants(title: str = "") -> list[int]:
 
 @contextmanager
 def killing(victim: Callable[[], int | None]) -> Iterator[list[int]]:
-    """A block during which one of the cluster's processes is killed; gives a list that will have its number.
+    """Kill one of the cluster's processes during the block; yields a list that receives its id.
 
     Args:
-        victim: the process, once it is time to kill it.
+        victim: returns the process once it is time to kill it, otherwise None.
     """
     killed: list[int] = []
     over = threading.Event()

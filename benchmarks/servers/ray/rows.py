@@ -1,4 +1,4 @@
-"""Tiles through actors of Ray, and requests to replicas."""
+"""Prediction of tiles by Ray actors, and requests to replicas."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from benchmarks.load import PATIENCE, Ask, UnansweredError
 from benchmarks.servers.ray.tiles import Rows, call_of, images_of
 
 BLOCK = 10
-"""Calls that one block of rows makes. Ray hands out blocks; of files as small as these it reads all into one, which one
-actor would get."""
+"""Calls per block of rows. Ray distributes blocks; files as small as these would end up in a single block, on one
+actor."""
 
 LINE = 11
-"""Bytes of a line of a progress file: the number of the actor's process."""
+"""Bytes of a line of a progress file: the id of the actor's process."""
 
 
 class Timed(Predictor):
-    """A predictor whose rows say in which process their call was made, when it began and ended, in seconds since the
-    epoch, and how many seconds of the processor it took.
+    """A predictor whose rows contain the process of their call, its start and end in seconds since the epoch, and its
+    CPU seconds.
 
     Args:
-        progress: a file that gets a line at every call.
-        arguments: of the predictor.
+        arguments: arguments of the predictor.
+        progress: a file to which every call appends a line.
+        options: options of the predictor.
     """
 
     def __init__(self, *arguments: Any, progress: Path, **options: Any) -> None:
@@ -47,14 +48,14 @@ class Timed(Predictor):
 
 
 def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, progress: Path, **handle: Any) -> Rows:
-    """Predict in actors of Ray; their columns.
+    """Predict in Ray actors; return the columns.
 
     Args:
-        bundle: its folder.
-        files: that :func:`write_tiles` wrote.
-        samples: of a call.
-        actors: how many.
-        progress: a file that gets a line at every call.
+        bundle: folder of the bundle.
+        files: files written by :func:`write_tiles`.
+        samples: samples per call.
+        actors: number of actors.
+        progress: a file to which every call appends a line.
         handle: options of the handle.
     """
     rows = (
@@ -74,23 +75,23 @@ def in_actors(bundle: Path, files: Sequence[Path], samples: int, actors: int, pr
 
 
 def busy_after(progress: Path, calls: int) -> int | None:
-    """The process of the actor that made the latest call, once so many calls are made."""
+    """Return the process of the actor that made the latest call, or None before `calls` calls."""
     if not progress.exists() or progress.stat().st_size < calls * LINE:
         return None
     return int(progress.read_bytes()[-LINE:])
 
 
 def asking(handle: Any, inputs: Sequence[Mapping[str, Array]]) -> Ask:
-    """What asks a deployment.
+    """Return a function that sends requests to a deployment.
 
     Args:
-        handle: of the deployment, whose model has one output.
-        inputs: of every request, by name.
+        handle: handle of the deployment, whose model has one output.
+        inputs: inputs of every request, by name.
     """
 
-    def ask(place: int) -> Callable[[], Array]:
+    def ask(index: int) -> Callable[[], Array]:
         try:
-            (output,) = handle.predict.remote(inputs[place]).result(timeout_s=PATIENCE).values()
+            (output,) = handle.predict.remote(inputs[index]).result(timeout_s=PATIENCE).values()
         except RayActorError as death:
             raise UnansweredError(str(death)) from death
         return lambda: output

@@ -20,16 +20,16 @@ from attnforge.runtime.session import load
 from benchmarks.child import Ended, run
 
 SIDE = 32
-"""Pixels of a tile's side."""
+"""Side of a tile in pixels."""
 
 STEP = 4
-"""Pixels from one tile to the next."""
+"""Offset between tiles in pixels."""
 
 ROWS = 1000
-"""Tiles in a file."""
+"""Tiles per file."""
 
 PATIENCE = 3600.0
-"""Seconds that a plain process may take."""
+"""Timeout of a plain process, in seconds."""
 
 Rows = Mapping[str, Array]
 
@@ -38,9 +38,9 @@ def write_tiles(folder: Path, count: int, rows: int = ROWS) -> list[Path]:
     """Write tiles of the two photographs, with the numbers from 0 as `id` and the bytes of `SIDE × SIDE × 3` as `tile`.
 
     Args:
-        folder: for the files.
-        count: of tiles.
-        rows: of a file.
+        folder: folder of the files.
+        count: number of tiles.
+        rows: tiles per file.
     """
     from sklearn.datasets import load_sample_images
 
@@ -57,32 +57,32 @@ def write_tiles(folder: Path, count: int, rows: int = ROWS) -> list[Path]:
 
 
 def tiles_of(photograph: Array) -> Array:
-    """The tiles (n, SIDE, SIDE, 3) uint8 of a photograph (height, width, 3)."""
+    """Return the tiles (n, SIDE, SIDE, 3) uint8 of a photograph (height, width, 3)."""
     views = np.lib.stride_tricks.sliding_window_view(photograph, (SIDE, SIDE), (0, 1))[::STEP, ::STEP]
     return np.ascontiguousarray(views.transpose(0, 1, 3, 4, 2)).reshape(-1, SIDE, SIDE, 3)
 
 
 def images_of(rows: dict[str, Array]) -> dict[str, Array]:
-    """Rows of files as rows that the model takes: `id`, and `image` (3, SIDE, SIDE) float32 from -1 to 1."""
+    """Convert rows of files to model inputs: `id`, and `image` (3, SIDE, SIDE) float32 from -1 to 1."""
     pixels = np.frombuffer(b"".join(rows["tile"]), np.uint8).reshape(-1, SIDE, SIDE, 3)
     return {"id": rows["id"], "image": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)) / np.float32(127.5) - 1}
 
 
 def call_of(rows: int, began: float, cpu: float) -> dict[str, Array]:
-    """Columns of the rows of a call that ends now: its process, when it began and ended, in seconds since the epoch,
-    and the seconds of the processor that it took for each row.
+    """Return columns for the rows of a call that ends now: its process, its start and end in seconds since the epoch,
+    and its CPU seconds per row.
 
     Args:
-        rows: of the call.
-        began: seconds since the epoch.
-        cpu: seconds of the processor that this process had taken before.
+        rows: number of rows of the call.
+        began: start in seconds since the epoch.
+        cpu: CPU seconds of this process before the call.
     """
     numbers = {"process": os.getpid(), "began": began, "ended": time.time(), "cpu": (time.process_time() - cpu) / rows}
     return {name: np.full(rows, number) for name, number in numbers.items()}
 
 
 def outcome_of(parts: Sequence[Rows], expected: Array) -> dict[str, Any]:
-    """How many rows are lost, how many are there more than once, and whether all outputs are right to the bit.
+    """Return how many rows are lost, how many are duplicated, and whether all outputs are bitwise equal.
 
     Args:
         parts: the rows, with `id` and `output`.
@@ -101,20 +101,20 @@ def outcome_of(parts: Sequence[Rows], expected: Array) -> dict[str, Any]:
 
 
 def batches_of(files: Sequence[Path], samples: int) -> Iterator[dict[str, Array]]:
-    """The rows of files as the model takes them, `samples` at a time; the last of each file may be fewer."""
+    """Yield the rows of files as model inputs, `samples` at a time; the last batch of a file may be smaller."""
     for file in files:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(samples):
             yield images_of({name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names})
 
 
 def in_plain_processes(bundle: Path, files: Sequence[Path], samples: int, processes: int) -> list[dict[str, Array]]:
-    """Predict in processes that share the files and know nothing of Ray; the columns of each.
+    """Predict in plain processes that share the files; return the columns of each.
 
     Args:
-        bundle: its folder.
-        files: to be shared out.
-        samples: of a call.
-        processes: how many.
+        bundle: folder of the bundle.
+        files: files to distribute.
+        samples: samples per call.
+        processes: number of processes.
     """
     with TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as threads:
         outs, logs = ([Path(folder, f"{number}.{kind}") for number in range(processes)] for kind in ("npz", "log"))

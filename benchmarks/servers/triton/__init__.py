@@ -1,1 +1,1 @@
-"""A real Triton server on this machine: unpacked beside the environment, started, asked, and stopped."""
+"""A real Triton server on this machine: unpacked into the environment, started, queried and stopped."""

@@ -1,4 +1,4 @@
-"""A model behind a Triton server, asked over HTTP or gRPC as a Session is called: inputs and outputs by name."""
+"""Clients of a model on a Triton server, over HTTP or gRPC, called like a Session: inputs and outputs by name."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from benchmarks.load import Ask, UnansweredError
 from benchmarks.servers.triton.server import Server
 
 PROTOCOLS: dict[str, Any] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
-"""The modules of tritonclient, which have the same names in them."""
+"""The modules of tritonclient, which define the same names."""
 
 HEADER = "Inference-Header-Content-Length"
-"""The header with the number of bytes of JSON in a body, before the numbers of the arrays."""
+"""The header with the length of the JSON at the start of a body, before the binary data of the arrays."""
 
 PATIENCE = 60.0
-"""Seconds that an answer may take."""
+"""Timeout of an answer, in seconds."""
 
 
 @contextmanager
 def client_of(server: Server, protocol: str) -> Iterator[Any]:
-    """A client of tritonclient, closed where the block ends."""
+    """Return a client of tritonclient that is closed at the end of the block."""
     address = server.http if protocol == "http" else server.grpc
     patience = {"network_timeout": PATIENCE, "connection_timeout": PATIENCE} if protocol == "http" else {}
     client = PROTOCOLS[protocol].InferenceServerClient(address, **patience)
@@ -40,7 +40,7 @@ def client_of(server: Server, protocol: str) -> Iterator[Any]:
 
 
 def inputs_of(protocol: str, values: Mapping[str, Array]) -> list[Any]:
-    """Arrays as inputs of a request."""
+    """Convert arrays to inputs of a request."""
     inputs = []
     for name, array in values.items():
         tensor = PROTOCOLS[protocol].InferInput(name, list(array.shape), DATATYPES[array.dtype.name])
@@ -50,7 +50,7 @@ def inputs_of(protocol: str, values: Mapping[str, Array]) -> list[Any]:
 
 
 def asking(client: Any, protocol: str, model: str, version: int = 1) -> Run:
-    """A run of the model: one request."""
+    """Return a function that runs the model with one request."""
 
     def run(values: Mapping[str, Array]) -> dict[str, Array]:
         answer = client.infer(model, inputs_of(protocol, values), model_version=str(version))
@@ -62,12 +62,12 @@ def asking(client: Any, protocol: str, model: str, version: int = 1) -> Run:
 
 
 def connecting(server: Server, model: str, inputs: Sequence[Mapping[str, Array]]) -> Callable[[], Ask]:
-    """What gives clients of a load a connection that stays open; requests go over it as tritonclient has made them.
+    """Return a function that opens a persistent connection for a client; request bodies are built by tritonclient.
 
     Args:
-        server: that serves the model.
-        model: of one output.
-        inputs: of every request, by name.
+        server: server of the model.
+        model: name of a model with one output.
+        inputs: inputs of every request, by name.
     """
     client: Any = tritonclient.http.InferenceServerClient
     made = [client.generate_request_body(inputs_of("http", values)) for values in inputs]
@@ -75,8 +75,8 @@ def connecting(server: Server, model: str, inputs: Sequence[Mapping[str, Array]]
     def connect() -> Ask:
         pool = urllib3.connectionpool.connection_from_url(f"http://{server.http}", timeout=PATIENCE, retries=False)
 
-        def ask(place: int) -> Callable[[], Array]:
-            body, length = made[place]
+        def ask(index: int) -> Callable[[], Array]:
+            body, length = made[index]
             head = {"Content-Type": "application/octet-stream", HEADER: str(length)}
             try:
                 answer = pool.request("POST", f"/v2/models/{model}/infer", body=body, headers=head)
@@ -92,7 +92,7 @@ def connecting(server: Server, model: str, inputs: Sequence[Mapping[str, Array]]
 
 
 def _output(body: bytes, header_length: str | None) -> Array:
-    """The first output of an answer."""
+    """Return the first output of an answer."""
     parsed: Any = tritonclient.http.InferenceServerClient.parse_response_body(
         body, header_length=None if header_length is None else int(header_length)
     )

