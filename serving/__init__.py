@@ -1,1 +1,1 @@
-"""Serving: a bundle where its users run it, over :mod:`attnforge.runtime` and without torch."""
+"""Serving: integrations that run bundles in other systems, on top of :mod:`attnforge.runtime` and without torch."""

@@ -1,8 +1,8 @@
-"""Requests that are joined along the batch into one call, whose outputs are cut apart again.
+"""Batching: requests are joined along the batch into one call, whose outputs are split again.
 
-A leading dim that several requests may share is a batch only where its samples do not meet: of tokens without a batch,
-say, requests that are joined would attend to each other. :func:`batch_of` reads the manifest for dims that lead, and
-:func:`why_not_apart` runs two samples together and alone.
+A leading dim that several requests share is a batch dimension only if its samples are independent: with tokens but no
+batch, for example, joined requests would attend to each other. :func:`batch_of` finds the leading dim in the manifest,
+and :func:`why_not_apart` runs two samples together and alone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from attnforge.runtime.session import Session
 
 Request = Mapping[str, Array]
 Answer = dict[str, Array] | AttnforgeError | MemoryError
-"""What a request gets: the outputs by name, or why there are none."""
+"""The answer to a request: the outputs by name, or the error."""
 
 APART = 16
-"""How many floors of its precision a sample's output may differ by when another sample is beside it: kernels that sum
-in another order for another batch stay below, and samples that attend to each other are far above."""
+"""How many floors of the precision a sample's output may change by when another sample joins the batch: kernels whose
+order of summation depends on the batch stay below, and samples that attend to each other are far above."""
 
 
 class Runs(Protocol):
-    """A Session, or what stands for one."""
+    """A Session, or an object with the same interface."""
 
     @property
     def inputs(self) -> list[TensorSpec]: ...
@@ -42,23 +42,23 @@ class Runs(Protocol):
     def outputs(self) -> list[TensorSpec]: ...
 
     def run(self, values: Request, /) -> dict[str, Array]:
-        """The outputs by name."""
+        """Return the outputs by name."""
 
 
 def batch_of(manifest: Manifest) -> DimSpec | str:
-    """The dynamic dim that leads every input and every output and stands nowhere else, from size 1 on; or why there is
-    none."""
+    """Return the dynamic dim that leads every input and every output, occurs nowhere else and allows size 1; or why
+    there is none."""
     if not manifest.inputs or not isinstance(next(iter(manifest.inputs[0].dims), None), DimSpec):
-        return "its first input leads with no dynamic dim"
+        return "its first input does not lead with a dynamic dim"
     batch = leading_dim(manifest)
     if isinstance(batch, DimSpec) and batch.min != 1:
-        return f"{batch.symbol} is {batch.min} at least, and a request may have one sample"
+        return f"{batch.symbol} is at least {batch.min}, but a request may have one sample"
     return batch
 
 
 def leading_dim(manifest: Manifest) -> DimSpec | str:
-    """The dim that leads every input and every output, and that stands nowhere else if it is dynamic; or why there is
-    none. A dim of one size has that size as its symbol."""
+    """Return the dim that leads every input and every output, and that occurs nowhere else if it is dynamic; or why
+    there is none. A static dim has its size as its symbol."""
     first = manifest.inputs[0].dims[:1] if manifest.inputs else []
     if not first:
         return "its first input has no dims"
@@ -87,7 +87,7 @@ def _is(dim: int | DimSpec, batch: DimSpec) -> bool:
 
 
 def symbols_of(dim: int | DimSpec) -> set[str]:
-    """The symbols that decide a dim's size; an expression that is no Python is a symbol of its own."""
+    """Return the symbols that determine a dim's size; an expression that is not valid Python is one symbol."""
     if isinstance(dim, int):
         return set()
     try:
@@ -97,49 +97,52 @@ def symbols_of(dim: int | DimSpec) -> set[str]:
 
 
 def why_not_apart(session: Session, batch: DimSpec) -> str | None:
-    """Why requests must not be joined: a sample's outputs depend on what is beside it in the batch. None where they do
-    not, by a run of two samples together and of each alone, repeated where the batch may not be as small as that.
+    """Return why requests must not be joined, because a sample's outputs depend on the rest of the batch; None if they
+    do not. Runs two samples together and each alone, repeated if the batch may not be that small.
 
     Args:
-        session: of the model.
-        batch: the dim that leads its inputs and outputs, as :func:`leading_dim` gives it.
+        session: session of the model.
+        batch: the dim that leads its inputs and outputs, from :func:`leading_dim`.
     """
     manifest = session.bundle.manifest
     least = batch.min or 1
     if (batch.max or 0) < 2:
-        return None  # one sample has nobody beside it
+        return None  # a single sample is always alone
     sizes = {} if batch.symbol.isdecimal() else {batch.symbol: max(2, least)}
     try:
         pair = reference.make_inputs(reference.at(manifest.inputs, sizes), manifest.inputs, {})
         together = session.run(pair)
-        for place in (slice(0, 1), slice(1, 2)):
-            alone = session.run({name: np.repeat(array[place], least, 0) for name, array in pair.items()})
+        for part in (slice(0, 1), slice(1, 2)):
+            alone = session.run({name: np.repeat(array[part], least, 0) for name, array in pair.items()})
             for name, array in alone.items():
-                if not _alike(array[:1], together[name][place], APART * precision_named(manifest.precision).floor):
-                    return f"{name} of a sample is another with another sample beside it, so {batch.symbol} is no batch"
+                if not _alike(array[:1], together[name][part], APART * precision_named(manifest.precision).floor):
+                    return (
+                        f"output {name} of a sample changes with the rest of the batch, so {batch.symbol} is not a "
+                        "batch dimension"
+                    )
     except AttnforgeError as error:
-        return f"{session.backend} does not run it with a {batch.symbol} of 1 and 2: {first_line(error)}"
+        return f"{session.backend} cannot run it with a {batch.symbol} of 1 and 2: {first_line(error)}"
     return None
 
 
-def _alike(alone: Array, beside: Array, most: float) -> bool:
-    if alone.shape != beside.shape or not is_floating(alone):
-        return bool(np.array_equal(alone, beside))
-    alone, beside = alone.astype(np.float64), beside.astype(np.float64)
+def _alike(alone: Array, joined: Array, most: float) -> bool:
+    if alone.shape != joined.shape or not is_floating(alone):
+        return bool(np.array_equal(alone, joined))
+    alone, joined = alone.astype(np.float64), joined.astype(np.float64)
     finite = np.isfinite(alone)
-    if not np.array_equal(finite, np.isfinite(beside)):
+    if not np.array_equal(finite, np.isfinite(joined)):
         return False
-    return relative_error(beside[finite], alone[finite]) <= most
+    return relative_error(joined[finite], alone[finite]) <= most
 
 
 class Joiner:
-    """Answers several requests by one call of a session where their shapes allow it. What is wrong with one request is
-    that request's error, and no other's.
+    """Answers several requests with one call of a session if their shapes allow it. An invalid request affects only its
+    own answer.
 
     Args:
         session: runs the model.
         join: whether requests may be joined along their leading dim.
-        most: samples in one call, where the caller may bring requests that have more together.
+        most: maximum samples per call, if the caller may pass requests with more in total.
     """
 
     def __init__(self, session: Runs, join: bool, most: int | None = None) -> None:
@@ -149,10 +152,10 @@ class Joiner:
         )
 
     def answers(self, requests: Sequence[Request]) -> list[Answer]:
-        """The answer to every request, in order.
+        """Return the answer to every request, in order.
 
         Args:
-            requests: of each the inputs by name.
+            requests: the inputs of each request, by name.
         """
         if not self._join or len(requests) == 1:
             return [self._alone(request) for request in requests]
@@ -160,30 +163,30 @@ class Joiner:
         answers: dict[int, Answer] = {}
         read: dict[int, Request] = {}
         alike: dict[object, list[int]] = {}
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             try:
                 values = zip(specs, in_order(specs, request), strict=True)
                 arrays = {spec.name: on_host(spec, value) for spec, value in values}
                 self._check(*((array.shape, array.dtype) for array in arrays.values()))
             except (InputError, MemoryError) as error:
-                answers[place] = error
+                answers[index] = error
             else:
-                read[place] = arrays
-                alike.setdefault(tuple(array.shape[1:] for array in arrays.values()), []).append(place)
-        for places in (part for every in alike.values() for part in self._parts(every, read)):
-            answers.update(zip(places, self._together([read[place] for place in places]), strict=True))
-        return [answers[place] for place in range(len(requests))]
+                read[index] = arrays
+                alike.setdefault(tuple(array.shape[1:] for array in arrays.values()), []).append(index)
+        for indices in (part for every in alike.values() for part in self._parts(every, read)):
+            answers.update(zip(indices, self._together([read[index] for index in indices]), strict=True))
+        return [answers[index] for index in range(len(requests))]
 
-    def _parts(self, places: list[int], requests: Mapping[int, Request]) -> Iterator[list[int]]:
-        """The places of requests that are joined, so that no call has more samples than it may."""
+    def _parts(self, indices: list[int], requests: Mapping[int, Request]) -> Iterator[list[int]]:
+        """Yield the indices of requests to join, so that no call exceeds the maximum number of samples."""
         first = self._session.inputs[0].name
-        part, size = [places[0]], len(requests[places[0]][first])
-        for place in places[1:]:
-            samples = len(requests[place][first])
+        part, size = [indices[0]], len(requests[indices[0]][first])
+        for index in indices[1:]:
+            samples = len(requests[index][first])
             if self._most is not None and size + samples > self._most:
                 yield part
                 part, size = [], 0
-            part, size = [*part, place], size + samples
+            part, size = [*part, index], size + samples
         yield part
 
     def _alone(self, request: Request) -> Answer:
@@ -193,8 +196,8 @@ class Joiner:
             return error
 
     def _together(self, requests: Sequence[Request]) -> list[Answer]:
-        """The answers to requests that differ in their number of samples alone. Where the joint call fails, each is run
-        alone: the values of one may be the reason."""
+        """Return the answers to requests that differ only in their number of samples. If the joint call fails, each is
+        run alone, because the values of one of them may be the reason."""
         if len(requests) == 1:
             return [self._alone(requests[0])]
         names = [spec.name for spec in self._session.inputs]
@@ -203,11 +206,11 @@ class Joiner:
         except (AttnforgeError, MemoryError):
             return [self._alone(request) for request in requests]
         ends = np.cumsum([len(request[names[0]]) for request in requests]).tolist()
-        places = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        return [{name: array[place] for name, array in joint.items()} for place in places]
+        parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return [{name: array[part] for name, array in joint.items()} for part in parts]
 
 
 def is_open(spec: TensorSpec, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether an output's shape is decided by the inputs' values, and not by their sizes alone."""
+    """Return whether an output's shape depends on the inputs' values, not only on their sizes."""
     known = {symbol for tensor in inputs for dim in tensor.dims for symbol in symbols_of(dim)}
     return any(not symbols_of(dim) <= known for dim in spec.dims)

@@ -1,9 +1,9 @@
-"""What a Session does, for Prometheus (`pip install 'attnforge[metrics]'`).
+"""Prometheus metrics of a Session (`pip install 'attnforge[metrics]'`).
 
     session = observed(attnforge.load("bundle/"))
     prometheus_client.start_http_server(9000)
 
-Every call is counted where it is made, so on a GPU a call that returns once its work is enqueued takes as long as that.
+Calls are timed on the host, so on a GPU a call that returns once its work is enqueued counts only until then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnforge.serving.batching import batch_of
 
 LABELS = ("model", "precision", "backend")
 SECONDS = tuple(base * 10**power for power in (-4.0, -3.0, -2.0, -1.0, 0.0) for base in (1, 2.5, 5))
-"""Upper ends of the histogram's buckets: 0.1 ms to 5 s."""
+"""Upper bounds of the histogram's buckets: 0.1 ms to 5 s."""
 
 SAMPLES = tuple(2**power for power in range(11))
 
@@ -33,12 +33,12 @@ class Metrics(Collector):
     """The metrics of any number of Sessions.
 
     - `attnforge_calls_total`, and `attnforge_errors_total` by the error's class;
-    - `attnforge_call_seconds`, a histogram of calls that gave an answer;
-    - `attnforge_call_samples`, a histogram of their batches, of models that have a batch;
-    - `attnforge_memory_bytes`, what sessions that are open hold, as far as their backends say.
+    - `attnforge_call_seconds`, a histogram of successful calls;
+    - `attnforge_call_samples`, a histogram of their batch sizes, for models with a batch;
+    - `attnforge_memory_bytes`, the memory of open sessions, as far as their backends report it.
 
     Args:
-        registry: of prometheus_client.
+        registry: registry of prometheus_client.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -54,7 +54,7 @@ class Metrics(Collector):
         registry.register(self)
 
     def observe(self, session: Session) -> Observed:
-        """The session with its calls counted."""
+        """Return the session with its calls counted."""
         manifest = session.bundle.manifest
         labels = manifest.name, manifest.precision, session.backend
         self._sessions.add(session)
@@ -74,8 +74,8 @@ class Metrics(Collector):
         return Observed(session, count)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The memory of the sessions that are open, added up where several are of one model and backend."""
-        held: dict[tuple[str, str, str, str], int] = {}
+        """Yield the memory of open sessions, summed over those of one model and backend."""
+        totals: dict[tuple[str, str, str, str], int] = {}
         for session in list(self._sessions):
             try:
                 memory = session.memory
@@ -85,19 +85,19 @@ class Metrics(Collector):
             for what in ("weights", "activations", "buffers", "pinned"):
                 if (size := getattr(memory, what)) is not None:
                     labels = manifest.name, manifest.precision, session.backend, what
-                    held[labels] = held.get(labels, 0) + size
+                    totals[labels] = totals.get(labels, 0) + size
         family = GaugeMetricFamily("attnforge_memory_bytes", "Bytes that a Session holds.", labels=(*LABELS, "what"))
-        for labels, size in held.items():
+        for labels, size in totals.items():
             family.add_metric(labels, size)
         yield family
 
     def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing is read before the first question."""
+        """Return nothing, so that no memory is read before the first scrape."""
         return []
 
 
 class Observed:
-    """A Session whose calls are counted, called as the Session is; its other methods are those of `session`.
+    """A Session whose calls are counted, called like the Session; its other methods are on `session`.
 
     Attributes:
         session: the Session.
@@ -117,11 +117,11 @@ class Observed:
         return self.session.outputs
 
     def __call__(self, *values: Any, **options: Any) -> Any:
-        """As :meth:`attnforge.Session.__call__`."""
+        """See :meth:`attnforge.Session.__call__`."""
         return self._counted(lambda: self.session(*values, **options), next(iter(values), None))
 
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """As :meth:`attnforge.Session.run`."""
+        """See :meth:`attnforge.Session.run`."""
         first = self.session.inputs[0].name if self.session.inputs else ""
         given = values.get(first) if isinstance(values, Mapping) else None
         answer: dict[str, Any] = self._counted(lambda: self.session.run(values, **options), given)
@@ -143,11 +143,11 @@ _METRICS: weakref.WeakKeyDictionary[CollectorRegistry, Metrics] = weakref.WeakKe
 
 
 def observed(session: Session, registry: CollectorRegistry = REGISTRY) -> Observed:
-    """A Session whose calls, errors, seconds, samples and memory Prometheus can read.
+    """Return a Session whose calls, errors, seconds, samples and memory are exported to Prometheus.
 
     Args:
-        session: to observe.
-        registry: of prometheus_client; all sessions of one share its metrics.
+        session: session to observe.
+        registry: registry of prometheus_client; all sessions of a registry share its metrics.
     """
     if registry not in _METRICS:
         _METRICS[registry] = Metrics(registry)

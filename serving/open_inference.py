@@ -1,4 +1,4 @@
-"""Requests and answers of the Open Inference Protocol as JSON: tensors by name, with shape, datatype, and numbers.
+"""JSON requests and responses of the Open Inference Protocol: tensors by name, with shape, datatype and data.
 
 https://github.com/kserve/open-inference-protocol
 """
@@ -20,19 +20,19 @@ DATATYPES = {
     "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "float16": "FP16", "bfloat16": "BF16",
     "float32": "FP32", "float64": "FP64",
 }  # fmt: skip
-"""The protocol's names of the types, by NumPy's."""
+"""The protocol's datatypes, by NumPy's names."""
 
 _TAKEN = {"b": "b", "i": "iu", "u": "iu"}
-"""Kinds of numbers, as NumPy reads them, that are taken for each kind; others would be rounded or cut in silence."""
+"""Kinds of numbers, as NumPy reads them, that are accepted for each kind; others would be silently rounded or cut."""
 
 _TYPES = {theirs: BFLOAT16 if ours == BFLOAT16.name else np.dtype(ours) for ours, theirs in DATATYPES.items()}
 
 
 def inputs_of(body: bytes) -> dict[str, Array]:
-    """The inputs of a request, by name.
+    """Return the inputs of a request, by name.
 
     Raises:
-        InputError: it is no such request; says what one is.
+        InputError: the body is not a valid request; the message shows the format.
     """
     try:
         tensors = json.loads(body)["inputs"]
@@ -41,7 +41,7 @@ def inputs_of(body: bytes) -> dict[str, Array]:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
-            f"the request is no inference request ({type(error).__name__}: {shortened(first_line(error), 120)}); send "
+            f"not a valid inference request ({type(error).__name__}: {shortened(first_line(error), 120)}); send "
             '{"inputs": [{"name": …, "shape": [1, …], "datatype": "FP32", "data": […]}]}'
         ) from error
 
@@ -58,21 +58,21 @@ def _array(tensor: Mapping[str, Any]) -> Array:
             raise TypeError(f"{given.dtype.name} was given")
         array = np.asarray(tensor["data"], dtype)
     except (ValueError, TypeError, OverflowError) as error:
-        raise InputError(f"the data of input {name!r} are no {kind}: {shortened(first_line(error), 120)}") from error
+        raise InputError(f"the data of input {name!r} are not {kind}: {shortened(first_line(error), 120)}") from error
     if array.size != math.prod(shape):
         raise InputError(f"input {name!r} has {array.size} numbers; its shape {shape} takes {math.prod(shape)}")
     return array.reshape(shape)
 
 
 def document_of(model: str, outputs: Mapping[str, Array]) -> dict[str, Any]:
-    """The answer as a document.
+    """Return the response as a document.
 
     Args:
-        model: its name.
-        outputs: by name.
+        model: name of the model.
+        outputs: outputs by name.
 
     Raises:
-        RunError: an output that JSON cannot hold.
+        RunError: an output has values that JSON cannot represent.
     """
     return {"model_name": model, "outputs": [_tensor(name, array) for name, array in outputs.items()]}
 
@@ -80,6 +80,6 @@ def document_of(model: str, outputs: Mapping[str, Array]) -> dict[str, Any]:
 def _tensor(name: str, array: Array) -> dict[str, Any]:
     numbers = without_bfloat16(array)
     if not np.isfinite(numbers).all():
-        raise RunError(f"output {name!r} has NaN or infinity, which JSON cannot hold; ask by a handle of Ray Serve")
+        raise RunError(f"output {name!r} has NaN or infinity, which JSON cannot represent; use a Ray Serve handle")
     kind = DATATYPES[array.dtype.name]
     return {"name": name, "shape": list(array.shape), "datatype": kind, "data": numbers.ravel().tolist()}

@@ -1,1 +1,1 @@
-"""Polygraphy: a bundle as a runner of `polygraphy run`, and as a folder that any run is held to."""
+"""Polygraphy: a bundle as a runner of `polygraphy run`, and as a folder for checking any run."""

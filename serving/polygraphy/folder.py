@@ -1,8 +1,8 @@
-"""A bundle as a folder by which any run of Polygraphy is held to its budget.
+"""A bundle as a folder for checking any Polygraphy run against its budget.
 
 FOLDER/inputs.json       the inputs of every reference case: --load-inputs
 FOLDER/float64.json      the outputs of the same weights in float64: --load-outputs
-FOLDER/budget.py         holds a result to the budget: --compare-func-script
+FOLDER/budget.py         checks results against the budget: --compare-func-script
 FOLDER/bundle/…          the bundle, whose models can be run
 """
 
@@ -31,9 +31,9 @@ from attnforge.version import __version__
 INPUTS, FLOAT64, BUDGET, BUNDLE = "inputs.json", "float64.json", "budget.py", "bundle"
 
 RUNNER = "float64: "
-"""How the runners of the float64 outputs are called, before the name of the case, so that a comparison knows it."""
+"""Prefix of the runner names of the float64 outputs, before the name of the case, which the comparison reads."""
 
-SCRIPT = f'''"""Holds results of Polygraphy to the budget of the bundle here; written by attnforge {__version__}.
+SCRIPT = f'''"""Checks Polygraphy results against the budget of this bundle; written by attnforge {__version__}.
 
 Run in this folder:
 
@@ -56,9 +56,9 @@ class Packaged(Record):
     Attributes:
         folder: its path.
         cases: names of the reference cases, in the order of the iterations.
-        commands: how to hold each model of the bundle to the budget, by target, and the bundle itself.
-        partly: names of outputs of which the bundle keeps a part of the numbers in some case; in `float64.json` these
-            numbers stand one after another.
+        commands: commands that check each model of the bundle, by target, and the bundle itself.
+        partly: names of outputs of which the bundle stores only some elements in some case; in `float64.json` these are
+            flattened.
     """
 
     folder: str
@@ -70,16 +70,16 @@ class Packaged(Record):
 def package(
     bundle: str | os.PathLike[str] | Bundle, out: str | os.PathLike[str], *, trusted: Trusted = None
 ) -> Packaged:
-    """Write the folder, whole or not at all.
+    """Write the folder atomically.
 
     Args:
-        bundle: its folder.
+        bundle: the bundle or its folder.
         out: a new folder.
-        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
+        trusted: files of public keys, one of which must have signed the bundle, as in :func:`attnforge.load`.
 
     Raises:
-        BundleError: no whole, unaltered bundle is there; or the disk is full.
-        UsageError: something is at `out`, or it cannot be written.
+        BundleError: the bundle is missing, incomplete or altered; or the disk is full.
+        UsageError: `out` exists, or cannot be written.
     """
     opened = open_bundle(bundle, trusted=trusted)
     if os.path.lexists(target := place_of(Path(out))):
@@ -110,7 +110,7 @@ def _inputs(bundle: Bundle, references: References) -> Iterator[Mapping[str, Arr
 
 
 def _shapes(bundle: Bundle, case: Case, references: References) -> dict[str, tuple[int, ...] | None]:
-    """The shapes of the outputs of a case; None where the inputs' sizes do not decide it, or a part is kept."""
+    """Return the shapes of a case's outputs; None if the inputs' sizes do not determine it, or only part is stored."""
     inputs, outputs = bundle.manifest.inputs, bundle.manifest.outputs
     forms = ((reference.shape_of(spec, case.sizes), np.dtype(spec.dtype)) for spec in inputs)
     sizes = {spec.name: references.outputs[reference.key(case, spec.name, "float64")].size for spec in outputs}
@@ -134,7 +134,7 @@ def _float64(
 
 
 def _further(bundle: Bundle) -> str:
-    """What the script has for targets whose budget is another than the bundle's."""
+    """Return the script's lines for targets whose budget differs from the bundle's."""
     names = [name for name in FLAVOURS if _has_own_budget(bundle, name)]
     return "".join(f'{name} = budget_of(BUNDLE, "{name}")  # {BUDGET}:{name}\n' for name in names)
 
@@ -145,14 +145,16 @@ def _has_own_budget(bundle: Bundle, name: str) -> bool:
 
 
 def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
-    """How to run each model of the bundle by Polygraphy, and the bundle by its runner."""
+    """Return the commands that run each model of the bundle in Polygraphy, and the bundle with its runner."""
     manifest = bundle.manifest
     models: dict[str, tuple[str, list[str]]] = {}
-    for name, record in manifest.targets.items() if manifest.decoding is None else ():  # a step has no such inputs
+    for name, record in (
+        manifest.targets.items() if manifest.decoding is None else ()
+    ):  # a decoder step has other inputs
         if name == "onnxruntime" and not any(
             spec.dtype == BFLOAT16.name for spec in manifest.inputs + manifest.outputs
         ):
-            models[name] = record.model, ["--onnxrt"]  # NumPy, through which Polygraphy asks it, has no bfloat16
+            models[name] = record.model, ["--onnxrt"]  # Polygraphy runs it through NumPy, which has no bfloat16
         elif name.startswith("tensorrt"):
             models[name] = record.model, ["--trt", *_profile(bundle), *(["--tf32"] * (manifest.precision == "tf32"))]
     models["attnforge"] = "canonical.onnx", ["--attnforge", str(folder / BUNDLE)]
@@ -168,7 +170,7 @@ def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
 
 
 def _profile(bundle: Bundle) -> list[str]:
-    """The optimization profile that the inputs have, as Polygraphy's command line takes it."""
+    """Return the optimization profile of the inputs as Polygraphy's command-line options."""
     words = []
     for which in ("min", "opt", "max"):
         shapes = [

@@ -1,4 +1,4 @@
-"""What `polygraphy run` learns of attnforge: `--attnforge BUNDLE`, by the entry point `polygraphy.run.plugins`."""
+"""The plugin that adds `--attnforge BUNDLE` to `polygraphy run`, through the entry point `polygraphy.run.plugins`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUNNER = "attnforge"
 
 
 class _Selected(argparse.Action):
-    """Selects the runner once more, with its bundle."""
+    """Adds another runner, with its bundle."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.runners = [*(getattr(namespace, "runners", None) or []), RUNNER]
@@ -29,12 +29,12 @@ class AttnforgeRunnerArgs(BaseRunnerArgs):  # type: ignore[misc]  # Polygraphy h
         return "attnforge", RUNNER
 
     def add_parser_args_impl(self) -> None:
-        # The option that selects a runner takes no value in Polygraphy; this one takes its place, and a bundle.
+        # The option that selects a runner takes no value in Polygraphy; this one replaces it and takes a bundle.
         self.group.conflict_handler = "resolve"
         self.group.add_argument(
             f"--{RUNNER}",
             metavar="BUNDLE",
-            help="Run inference using attnforge, with the bundle in this folder; repeat for several",
+            help="Run inference using attnforge, with the bundle in this folder; repeatable",
             action=_Selected,
             dest="attnforge_bundles",
             default=None,
@@ -68,12 +68,12 @@ class AttnforgeRunnerArgs(BaseRunnerArgs):  # type: ignore[misc]  # Polygraphy h
         self.trusted = util.get(args, "attnforge_trusted")
 
     def add_to_script_impl(self, script: Any) -> None:
-        """Add the next of the runners, each of which Polygraphy asks for in its turn."""
+        """Add the next runner; Polygraphy calls this once per runner."""
         script.add_import(imports=["AttnforgeRunner"], frm="attnforge.serving.polygraphy.runner")
         bundle = self.bundles.pop(0)
         script.add_runner(make_invocable("AttnforgeRunner", bundle, backend=self.backend, trusted=self.trusted))
 
 
 def export_argument_groups() -> list[Any]:
-    """The groups of options that `polygraphy run` adds to its own."""
+    """Return the option groups that `polygraphy run` adds."""
     return [AttnforgeRunnerArgs()]

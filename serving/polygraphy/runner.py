@@ -1,7 +1,7 @@
-"""A Session as a runner of Polygraphy.
+"""A Session as a Polygraphy runner.
 
-Polygraphy's arrays are NumPy's or torch's. NumPy has no bfloat16 of its own, so such inputs and outputs are float32
-here, which holds each of their numbers.
+Polygraphy's arrays are NumPy's or torch's. NumPy has no bfloat16, so such inputs and outputs are float32 here, which
+represents them exactly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from attnforge.runtime.session import load
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """A block whose errors of attnforge are Polygraphy's: one line, and no traceback."""
+def polygraphy_errors() -> Iterator[None]:
+    """Turn attnforge's errors in the block into Polygraphy's: one line, without a traceback."""
     try:
         yield
     except AttnforgeError as error:
@@ -37,11 +37,11 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
     """Runs a bundle.
 
     Args:
-        bundle: its folder.
-        backend: as :func:`attnforge.load` takes it.
+        bundle: folder of the bundle.
+        backend: as in :func:`attnforge.load`.
         trusted: files of public keys, one of which must have signed the bundle; by default those that
             `ATTNFORGE_TRUSTED` names.
-        name: of the runner.
+        name: name of the runner.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
         self._bundle, self._backend, self._trusted = bundle, backend, trusted
 
     def activate_impl(self) -> None:
-        with told():
+        with polygraphy_errors():
             self.session = load(self._bundle, self._backend, trusted=self._trusted)
         G_LOGGER.info(f"{self.name:35} | Loaded {self._bundle} on {self.session.backend}")
 
     def get_input_metadata_impl(self) -> Any:
-        """The model's inputs, with the least and the largest shape that it takes."""
+        """Return the model's inputs, with their minimum and maximum shapes."""
         metadata = TensorMetadata()
         for spec in self.session.inputs:
             shape = [dim.text if isinstance(dim, DimSpec) else dim for dim in spec.dims]
@@ -75,7 +75,7 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
             feed_dict: inputs by name, NumPy arrays or torch tensors.
         """
         specs = {spec.name: spec for spec in self.session.inputs}
-        with told():
+        with polygraphy_errors():
             feeds = {name: to_numpy(name, value) for name, value in feed_dict.items()}
             for name, array in feeds.items():
                 if name in specs and specs[name].dtype == BFLOAT16.name:

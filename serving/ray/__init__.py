@@ -4,7 +4,7 @@
     rows.map_batches(Predictor, fn_constructor_args=[handle], batch_size=64, compute=ActorPoolStrategy(size=2))
     serve.run(PredictorDeployment.bind(handle))
 
-Names are imported when they are first used: Ray Data needs nothing of Ray Serve.
+Names are imported on first use: Ray Data does not need Ray Serve.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "Predictor", "PredictorDeployment"]
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that this process starts reports usage, unless told
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that this process starts would report usage
 
 _HOME = {"Handle": "handle", "Predictor": "predictor", "PredictorDeployment": "deployment"}
 

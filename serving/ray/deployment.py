@@ -22,25 +22,25 @@ from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.metrics import observed
 
 ONGOING = 256
-"""Requests that a replica holds at once, so that many can be joined; Ray's own default is 5."""
+"""Maximum concurrent requests of a replica, so that many can be joined; Ray's default is 5."""
 
 
 class Replica:
-    """A bundle whose requests are joined along the batch, over handles and HTTP; what a :data:`PredictorDeployment` has
-    replicas of.
+    """A bundle whose requests, over handles and HTTP, are joined along the batch; a replica of
+    :data:`PredictorDeployment`.
 
-    A replica is ready once it has run the model. Requests that come while a call runs are joined in the next one, where
-    samples do not change each other's outputs; what is wrong with one request is its own error.
+    A replica is ready once it has run the model. Requests that arrive during a call are joined in the next one, if
+    samples are independent; an invalid request affects only its own answer.
 
     Args:
         handle: the bundle.
-        max_batch_size: requests that are joined; by default as many as the bundle takes samples, at most
+        max_batch_size: maximum number of joined requests; by default the maximum samples of the bundle, at most
             :data:`ONGOING`.
         batch_wait_timeout_s: seconds that a request may wait for others.
 
     Raises:
-        AttnforgeError: the bundle cannot be opened, as :meth:`Handle.open` raises it.
-        UsageError: no request could be joined, or would wait a negative time.
+        AttnforgeError: the bundle cannot be opened; see :meth:`Handle.open`.
+        UsageError: `max_batch_size` is below 1, or `batch_wait_timeout_s` is negative.
     """
 
     def __init__(self, handle: Handle, max_batch_size: int | None = None, batch_wait_timeout_s: float = 0.0) -> None:
@@ -61,17 +61,17 @@ class Replica:
         )(self._answers)
 
     async def predict(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs by name: `handle.predict.remote({"image": array}).result()`.
+        """Return the outputs by name: `handle.predict.remote({"image": array}).result()`.
 
         Args:
-            inputs: by name.
+            inputs: inputs by name.
 
         Raises:
-            InputError: an input that the model does not take.
+            InputError: an input is invalid.
             AttnforgeError: the run failed.
         """
         if not isinstance(inputs, Mapping):
-            raise InputError(f"inputs by name are a mapping, and {type(inputs).__name__} was given")
+            raise InputError(f"inputs are of type {type(inputs).__name__}; give a mapping from names to arrays")
         answer: Answer = await self._joined({name: to_numpy(str(name), value) for name, value in inputs.items()})
         if isinstance(answer, BaseException):
             raise answer
@@ -79,7 +79,7 @@ class Replica:
         return answer
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """An answer over HTTP, to a POST of the Open Inference Protocol's JSON, or to a GET whether it is ready."""
+        """Answer an HTTP request: a POST with the Open Inference Protocol's JSON, or a GET for readiness."""
         if request.method == "GET":
             return JSONResponse({"name": self._name, "ready": True})
         try:
@@ -89,10 +89,10 @@ class Replica:
             return JSONResponse({"error": first_line(error)}, 400 if isinstance(error, UsageError) else 500)
 
     async def check_health(self) -> None:
-        """Run one sample, unless a request was answered since Ray asked before: it ends replicas that cannot.
+        """Run one sample, unless a request was answered since the last check.
 
         Raises:
-            AttnforgeError: the run failed.
+            AttnforgeError: the run failed; Ray then replaces the replica.
         """
         answered, self._answered_since = self._answered_since, False
         if not answered:
@@ -103,15 +103,15 @@ class Replica:
 
 
 PredictorDeployment: Deployment = serve.deployment(name="PredictorDeployment", max_ongoing_requests=ONGOING)(Replica)
-"""The deployment, to be bound to the arguments of a :class:`Replica`; replicas, autoscaling, processors, GPUs and how
-often health is asked for are Ray's own options.
+"""The deployment, to be bound to the arguments of a :class:`Replica`; replicas, autoscaling, processors, GPUs and the
+interval of health checks are Ray's options.
 
     serve.run(PredictorDeployment.options(num_replicas=2).bind(Handle("digits.bundle")))
 """
 
 
 def _smallest(session: Session) -> dict[str, Array]:
-    """Inputs of the smallest sizes."""
+    """Return inputs of the smallest sizes."""
     dims = [dim for spec in session.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     sizes = {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
     return reference.make_inputs(reference.at(session.inputs, sizes), session.inputs, {})

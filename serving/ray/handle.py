@@ -1,4 +1,4 @@
-"""What Ray sends to its actors instead of a model: where the bundle is, and how it is loaded."""
+"""The handle that Ray sends to its actors instead of a model: the bundle's path, and how to load it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from attnforge.runtime.session import NAMES, Session, load
 class Handle:
     """A bundle that actors load, each once.
 
-    Paths are made absolute here, and read where the actor runs: bundle and keys have to be at the same place on every
-    node, on a shared file system or copied there.
+    Paths are made absolute here, and read where the actor runs: bundle and keys must have the same path on every node,
+    on a shared file system or as copies.
 
     Attributes:
-        bundle: its folder.
-        backend: as :func:`attnforge.load` takes it, but for `eager`.
-        threads: over how many a CPU backend spreads one run; by default as many as the CPUs that Ray gives the actor
-            (`num_cpus`), and the library's own choice outside of Ray.
-        device: number of the CUDA device, of those that Ray gives the actor (`num_gpus`).
-        trusted: public keys, of which one must have signed the bundle; by default those that `ATTNFORGE_TRUSTED` names
-            where the handle is made, else where the actor runs. False asks for no signature.
+        bundle: folder of the bundle.
+        backend: as in :func:`attnforge.load`, except `eager`.
+        threads: number of threads of a CPU backend; by default the number of CPUs that Ray gives the actor
+            (`num_cpus`), and the library's default outside of Ray.
+        device: number of the CUDA device, among those that Ray gives the actor (`num_gpus`).
+        trusted: public keys, one of which must have signed the bundle; by default those that `ATTNFORGE_TRUSTED` names
+            where the handle is created, otherwise where the actor runs. False requires no signature.
 
     Raises:
-        UsageError: no such backend, or number of threads, or no key where keys are asked for.
+        UsageError: no such backend, an invalid number of threads, or `trusted` names no key.
     """
 
     bundle: str | os.PathLike[str]
@@ -55,15 +55,15 @@ class Handle:
         """Load the bundle in this process.
 
         Raises:
-            AttnforgeError: as :func:`attnforge.load` raises it, among them SignatureError for a bundle that no trusted
-                key has signed.
+            AttnforgeError: see :func:`attnforge.load`; among others SignatureError for a bundle that no trusted key has
+                signed.
         """
         threads = self.threads or _assigned_threads()
         return load(self.bundle, self.backend, threads=threads, device=self.device, trusted=self.trusted)
 
 
 def _assigned_threads() -> int | None:
-    """As many threads as Ray gives this actor CPUs; None outside of an actor."""
+    """Return the number of CPUs that Ray gives this actor; None outside of an actor."""
     context: Any = ray.get_runtime_context() if ray.is_initialized() else None
     if context is None or context.get_actor_id() is None:
         return None

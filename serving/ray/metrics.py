@@ -1,7 +1,7 @@
-"""What a Session does in a Ray actor, among the metrics that Ray has for Prometheus.
+"""Metrics of a Session in a Ray actor, exported with Ray's Prometheus metrics.
 
-Names and labels are those of :mod:`attnforge.serving.metrics`, after Ray's own `ray_`; Ray adds its labels, among them
-the actor's and, of Serve, the deployment's and the replica's.
+Names and labels are those of :mod:`attnforge.serving.metrics`, with Ray's prefix `ray_`; Ray adds its labels, among
+them the actor's and, in Serve, the deployment's and the replica's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from attnforge.serving.metrics import LABELS, SAMPLES, SECONDS, Observed
 
 
 def observed(session: Session) -> Observed:
-    """A Session whose calls, errors, seconds, samples and memory Ray exports. Its memory is that once it is loaded.
+    """Return a Session whose calls, errors, seconds, samples and memory Ray exports. Its memory is measured once, after
+    loading.
 
     Args:
-        session: to observe, in an actor.
+        session: session in an actor to observe.
     """
     manifest = session.bundle.manifest
     labels = dict(zip(LABELS, (manifest.name, manifest.precision, session.backend), strict=True))
@@ -28,8 +29,8 @@ def observed(session: Session) -> Observed:
     samples = Histogram("attnforge_call_samples", "Samples in a call.", list(SAMPLES), LABELS)
     memory = Gauge("attnforge_memory_bytes", "Bytes that a Session holds.", (*LABELS, "what"))
     for what in ("weights", "activations", "buffers", "pinned"):
-        if (held := getattr(session.memory, what)) is not None:
-            memory.set(held, {**labels, "what": what})
+        if (size := getattr(session.memory, what)) is not None:
+            memory.set(size, {**labels, "what": what})
     has_batch = isinstance(batch_of(manifest), DimSpec)
 
     def count(took: float | None, size: int | None, error: BaseException | None) -> None:

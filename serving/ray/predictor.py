@@ -1,4 +1,4 @@
-"""Rows of a Ray dataset through a bundle."""
+"""Prediction of the rows of a Ray dataset with a bundle."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from attnforge.serving.ray.metrics import observed
 
 
 class Predictor:
-    """A callable class for `Dataset.map_batches`: the bundle's outputs as columns beside those of the rows.
+    """A callable class for `Dataset.map_batches` that adds the bundle's outputs as columns.
 
-    Every actor loads the bundle once. A row is a sample where one dim leads all inputs and outputs and samples do not
-    change each other's outputs, which two runs decide when the actor starts; elsewhere a row holds whole inputs.
+    Every actor loads the bundle once. A row is a sample if one dim leads all inputs and outputs and samples are
+    independent, which two runs check when the actor starts; otherwise a row contains whole inputs.
 
-    - A batch with more rows than the bundle takes is several calls; one with fewer than the bundle takes is filled up
-      with copies of its last row, whose outputs are left out. `samples` does both, so that all calls have one size.
-    - Rows of several sizes in one batch are a call for each size.
+    - A batch with more rows than the bundle takes is split into several calls; one with fewer is padded with copies of
+      its last row, whose outputs are dropped. With `samples` all calls have that size.
+    - Rows of different sizes in one batch are run in one call per size.
     - Arrow has no bfloat16: such inputs are read from float32 columns, and such outputs are float32.
 
     Args:
         handle: the bundle.
-        columns: the column that each input is read from; by default the one of its name.
-        outputs: the column that each output becomes; by default one of its name.
-        keep: the columns that stay; by default all.
-        samples: rows of every call, for results that are the same however Ray cuts batches, and for backends that
-            prepare for every size; by default as many as Ray gives, within what the bundle takes.
+        columns: the column of each input; by default the one of the same name.
+        outputs: the column of each output; by default one of the same name.
+        keep: the columns to keep; by default all.
+        samples: rows per call, for results that do not depend on how Ray splits batches, and for backends that prepare
+            for every size; by default the rows that Ray passes, within what the bundle takes.
 
     Raises:
-        AttnforgeError: the bundle cannot be opened, as :meth:`Handle.open` raises it.
+        AttnforgeError: the bundle cannot be opened; see :meth:`Handle.open`.
         UsageError: no such input or output, two outputs of one name, or `samples` that the bundle does not take.
     """
 
@@ -53,7 +53,7 @@ class Predictor:
         self._columns = _names("input", manifest.inputs, columns)
         self._outputs = _names("output", manifest.outputs, outputs)
         if len({*self._outputs.values()}) < len(self._outputs):
-            raise UsageError(f"two outputs would be one column: {self._outputs}; give each a name of its own")
+            raise UsageError(f"two outputs would be one column: {self._outputs}; give each a different name")
         self._keep = None if keep is None else list(keep)
         batch = leading_dim(manifest)
         together = batch if isinstance(batch, str) else why_not_apart(session, batch) or batch
@@ -61,13 +61,13 @@ class Predictor:
         self._inputs, self._whole_because = manifest.inputs, together if isinstance(together, str) else None
 
     def __call__(self, batch: dict[str, Array]) -> dict[str, Array]:
-        """The columns that stay, and the outputs.
+        """Return the kept columns and the outputs.
 
         Args:
-            batch: columns by name, each an array with a row in each place of its first dim.
+            batch: columns by name, each an array whose first dim counts the rows.
 
         Raises:
-            InputError: a column that is missing, or rows that the model does not take.
+            InputError: a column is missing, or rows are invalid inputs.
             UsageError: an output would replace a column.
         """
         keep = list(batch) if self._keep is None else self._keep
@@ -75,8 +75,8 @@ class Predictor:
             _check_column(name, batch, "which is to be kept, ")
         if taken := [name for name in self._outputs.values() if name in keep]:
             raise UsageError(
-                f"output column {taken[0]!r} would replace the rows' own; name it otherwise (outputs=…), or leave that "
-                "one out (keep=…)"
+                f"output column {taken[0]!r} would replace an input column; rename it (outputs=…), or do not keep the "
+                "input column (keep=…)"
             )
         rows = {spec.name: self._column(batch, spec) for spec in self._inputs}
         try:
@@ -84,12 +84,12 @@ class Predictor:
         except InputError as error:
             if self._whole_because is None:
                 raise
-            raise InputError(f"{error}; every row holds whole inputs, because {self._whole_because}") from error
+            raise InputError(f"{error}; every row contains whole inputs, because {self._whole_because}") from error
         named = {self._outputs[name]: _for_arrow(column) for name, column in results.items()}
         return {name: batch[name] for name in keep} | named
 
     def _column(self, batch: Mapping[str, Array], spec: TensorSpec) -> Array:
-        """The column of an input: an array of rows, or an array of objects where rows differ in their sizes."""
+        """Return the column of an input: an array of rows, or an array of objects if rows differ in size."""
         name = self._columns[spec.name]
         _check_column(name, batch, f"from which input {spec.name!r} is read, ")
         column = np.asarray(batch[name])
@@ -99,7 +99,7 @@ class Predictor:
 
 
 def _names(kind: str, specs: Sequence[TensorSpec], given: Mapping[str, str] | None) -> dict[str, str]:
-    """The column of every input or output."""
+    """Return the column of every input or output."""
     known = [spec.name for spec in specs]
     if unknown := [name for name in given or {} if name not in known]:
         raise UnknownNameError(kind, unknown[0], known)
@@ -117,47 +117,47 @@ Columns = dict[str, Array]
 
 
 def _runner(session: Runs, batch: DimSpec | str, samples: int | None) -> Callable[[Columns], Columns]:
-    """What runs rows.
+    """Return the function that runs rows.
 
     Args:
-        session: of the model.
+        session: session of the model.
         batch: the dim that counts samples, or why there is none.
-        samples: of every call.
+        samples: samples per call.
     """
     if isinstance(batch, str):
         if samples is not None:
             raise UsageError(
-                f"{samples} samples a call were asked for, and calls have no samples: {batch}; leave it out"
+                f"{samples} samples per call were asked for, but calls have no samples: {batch}; omit samples"
             )
         return lambda rows: _by_row(session, rows)
     assert batch.min is not None and batch.max is not None
     if samples is not None and not batch.min <= samples <= batch.max:
-        raise UsageError(f"{samples} samples a call were asked for; the bundle takes {batch.min} to {batch.max}")
+        raise UsageError(f"{samples} samples per call were asked for; the bundle takes {batch.min} to {batch.max}")
     least, most = (batch.min, batch.max) if samples is None else (samples, samples)
     return lambda rows: _by_size(session, rows, max(1, least), most)
 
 
 def _by_row(session: Runs, rows: Columns) -> Columns:
-    """Every row is a call."""
+    """Run every row in its own call."""
     count = len(next(iter(rows.values())))
     results = [session.run({name: np.asarray(column[i]) for name, column in rows.items()}) for i in range(count)]
     return {spec.name: _together([result[spec.name] for result in results], spec) for spec in session.outputs}
 
 
 def _by_size(session: Runs, rows: Columns, least: int, most: int) -> Columns:
-    """Rows of one size are samples of calls of `least` to `most`."""
+    """Run rows of equal sizes together, in calls of `least` to `most` samples."""
     if not any(column.dtype == object for column in rows.values()):
         return _in_calls(session, rows, least, most)
     ragged = {name: [np.asarray(row) for row in column] for name, column in rows.items()}
-    places: dict[object, list[int]] = {}
-    for place, row in enumerate(zip(*ragged.values(), strict=True)):
-        places.setdefault(tuple((array.shape, array.dtype) for array in row), []).append(place)
+    indices: dict[object, list[int]] = {}
+    for index, row in enumerate(zip(*ragged.values(), strict=True)):
+        indices.setdefault(tuple((array.shape, array.dtype) for array in row), []).append(index)
     results: dict[str, dict[int, Array]] = {spec.name: {} for spec in session.outputs}
-    for alike in places.values():
-        stacked = {name: np.stack([column[place] for place in alike]) for name, column in ragged.items()}
+    for alike in indices.values():
+        stacked = {name: np.stack([column[index] for index in alike]) for name, column in ragged.items()}
         for name, column in _in_calls(session, stacked, least, most).items():
             results[name].update(zip(alike, column, strict=True))
-    count = sum(map(len, places.values()))
+    count = sum(map(len, indices.values()))
     return {spec.name: _together([results[spec.name][i] for i in range(count)], spec) for spec in session.outputs}
 
 
@@ -182,7 +182,7 @@ def _filled(column: Array, least: int) -> Array:
 
 
 def _together(arrays: Sequence[Array], spec: TensorSpec) -> Array:
-    """Rows as a column: one array where they have one shape, else an array of objects."""
+    """Return rows as a column: one array if they have one shape, otherwise an array of objects."""
     if not arrays:
         sizes = [dim if isinstance(dim, int) else 0 for dim in spec.dims[1:]]
         return np.empty((0, *sizes), BFLOAT16 if spec.dtype == BFLOAT16.name else spec.dtype)

@@ -1,1 +1,1 @@
-"""Triton: model repositories that are made of bundles, and the model that answers in Triton's Python backend."""
+"""Triton: model repositories from bundles, and the model for Triton's Python backend."""

@@ -1,7 +1,7 @@
-"""A model's `config.pbtxt`, whole, from the bundle's manifest.
+"""The complete `config.pbtxt` of a model, from the bundle's manifest.
 
 The fields are those of `model_config.proto` (https://github.com/triton-inference-server/common), written as text, so
-that packaging needs no protobuf of Triton's.
+that packaging does not need Triton's protobuf definitions.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from attnforge.serving.open_inference import DATATYPES
 
 
 class Word(str):
-    """A text without quotes: the name of an enumeration's value."""
+    """A string that is written without quotes: the name of an enum value."""
 
 
 Message = Mapping[str, Any]
 
 
 def tensor(spec: TensorSpec, *, batched: bool) -> Message:
-    """An input or output, without the batch where there is one.
+    """Return an input or output, without its batch dim if there is one.
 
     Args:
-        spec: as the manifest has it.
-        batched: whether Triton counts the first dim itself.
+        spec: the tensor in the manifest.
+        batched: whether Triton adds the first dim itself.
 
     Raises:
-        UnavailableError: Triton cannot hold it.
+        UnavailableError: Triton does not support the tensor.
     """
     dims = [-1 if isinstance(dim, DimSpec) else dim for dim in spec.dims[1 if batched else 0 :]]
     if 0 in dims:
-        raise UnavailableError(f"{spec.name} is {spec.text()}, and Triton knows no dim of size 0")
+        raise UnavailableError(f"{spec.name} is {spec.text()}, but Triton does not support dims of size 0")
     message: dict[str, Any] = {
         "name": spec.name,
         "data_type": Word(f"TYPE_{DATATYPES[spec.dtype]}"),
         "dims": dims or [1],
     }
-    if batched and not dims:  # Triton wants a dim, and takes it away again; without a batch it would not
+    if batched and not dims:  # Triton requires a dim, and removes it again; without a batch it would not
         message["reshape"] = {}
     return message
 
 
 def sample(spec: TensorSpec, shape: Sequence[int], file: str) -> Message:
-    """An input of a warm-up request.
+    """Return an input of a warm-up request.
 
     Args:
         spec: the input.
-        shape: of the numbers in the file, with the batch where requests are not joined.
-        file: name of the file with the numbers, in the model's folder `warmup`.
+        shape: shape of the data in the file, with the batch if requests are not joined.
+        file: name of the data file, in the model's folder `warmup`.
     """
     kind = Word(f"TYPE_{DATATYPES[spec.dtype]}")
     return {"key": spec.name, "value": {"data_type": kind, "dims": list(shape) or [1], "input_data_file": file}}
 
 
 def text(message: Message) -> str:
-    """A message in protobuf's text format (https://protobuf.dev/reference/protobuf/textformat-spec/).
+    """Return a message in protobuf's text format (https://protobuf.dev/reference/protobuf/textformat-spec/).
 
     Args:
-        message: values by field: messages, numbers, truth values, texts, and lists of these.
+        message: values by field: messages, numbers, booleans, strings, and lists of these.
     """
     return "\n".join(_lines(message)) + "\n"
 

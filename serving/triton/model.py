@@ -1,4 +1,4 @@
-"""The model that a packaged bundle is in Triton's Python backend; the repository's `model.py` names it.
+"""The model class for packaged bundles in Triton's Python backend; the repository's `model.py` imports it.
 
 https://github.com/triton-inference-server/python_backend#usage
 """
@@ -18,25 +18,25 @@ from attnforge.serving.batching import Answer, Joiner
 from attnforge.serving.triton.tensors import array_of, tensor_of
 
 FOLDER = "bundle"
-"""The folder of the bundle, beside `model.py`."""
+"""The folder of the bundle, next to `model.py`."""
 
 SESSION, THREADS = "session", "threads"
-"""The parameters of the configuration that say how the bundle is loaded."""
+"""The configuration's parameters for loading the bundle."""
 
 
 class TritonPythonModel:
-    """A bundle, whole and unaltered, and signed where `ATTNFORGE_TRUSTED` says so, behind Triton."""
+    """A bundle served by Triton: complete, unaltered, and signed if `ATTNFORGE_TRUSTED` requires it."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the bundle; every file of it is checked.
+        """Open the bundle, and check all its files.
 
         Args:
-            args: Triton's: where the model is, and its configuration.
+            args: Triton's arguments: the model's folder, and its configuration.
 
         Raises:
-            AttnforgeError: it cannot be opened; the server logs why, and the model does not become ready.
+            AttnforgeError: the bundle cannot be opened; the server logs why, and the model does not become ready.
         """
-        self._backend: Any = importlib.import_module("triton_python_backend_utils")  # the server's own
+        self._backend: Any = importlib.import_module("triton_python_backend_utils")  # provided by the server
         config = json.loads(args["model_config"])
         settings = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
         on_gpu = args["model_instance_kind"] == "GPU"
@@ -51,7 +51,7 @@ class TritonPythonModel:
         self._memory = self._measured(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer the requests that Triton gathered, by one call where they can be joined."""
+        """Answer the requests that Triton gathered, with one call if they can be joined."""
         feeds = [
             {tensor.name(): array_of(tensor, self._inputs[tensor.name()]) for tensor in request.inputs()}
             for request in requests
@@ -60,12 +60,12 @@ class TritonPythonModel:
         return [self._response(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def finalize(self) -> None:
-        """Free everything."""
+        """Close the session."""
         self._session.close()
 
     def _measured(self, args: Mapping[str, str]) -> list[Any]:
-        """The memory of this instance's Session once it is loaded, among the server's own metrics. Triton drops what
-        nobody holds, hence the list."""
+        """Return metrics with the memory of this instance's loaded Session, exported by the server. Triton drops
+        metrics without references, hence the list."""
         family = self._backend.MetricFamily(
             name="attnforge_memory_bytes",
             description="Bytes that a Session of attnforge holds",

@@ -1,4 +1,4 @@
-"""What a caller decides about a model in a Triton repository."""
+"""The options for packaging a model in a Triton repository."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from attnforge.runtime.options import check_threads
 from attnforge.runtime.session import NAMES
 
 BACKENDS = ("python", "onnxruntime", "tensorrt")
-"""Triton's backends that a bundle can be packaged for."""
+"""Triton backends that a bundle can be packaged for."""
 
 KINDS = ("auto", "cpu", "gpu")
-"""Where Triton places instances; `auto` is on the GPUs where there are some."""
+"""Devices of Triton's instances; `auto` uses GPUs if there are any."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,18 @@ class Packaging:
     """How bundles are packaged.
 
     Attributes:
-        backend: of Triton: `python` runs a Session of the bundle, `onnxruntime` and `tensorrt` its model and its plans.
-        version: the number of the version's folder.
-        session: the backend of the Session, as :func:`attnforge.load` takes it.
-        threads: of one instance on the CPU; None for the library's own choice.
-        max_batch: samples that Triton may join; None for as many as the bundle takes, 0 to join none and to let
-            requests bring their own batch.
-        preferred: numbers of samples that Triton prefers to join; None to measure here which is best.
+        backend: Triton backend: `python` runs a Session of the bundle, `onnxruntime` its model and `tensorrt` its
+            plans.
+        version: number of the version's folder.
+        session: backend of the Session, as in :func:`attnforge.load`.
+        threads: number of threads of one instance on the CPU; None for the library's default.
+        max_batch: maximum samples that Triton may join; None for as many as the bundle takes, 0 to join none and to let
+            requests have their own batch.
+        preferred: numbers of samples that Triton prefers to join; None to measure the best on this machine.
         max_delay: microseconds that a request may wait for others.
-        instances: how many are loaded, each with weights of its own.
+        instances: number of loaded instances, each with its own weights.
         kind: one of :data:`KINDS`.
-        server_tensorrt: version of the server's TensorRT, such as `10.7`; plans of another are refused.
+        server_tensorrt: version of the server's TensorRT, such as `10.7`; plans of other versions are refused.
     """
 
     backend: str = "python"
@@ -58,6 +59,6 @@ class Packaging:
                 raise UsageError(f"{name} is {value}; give {least} to {most:,}")
         check_threads(self.threads)
         if self.backend != "python" and self.session != "auto":
-            raise UsageError(f"a Session is what the python backend runs; leave its backend out for {self.backend}")
+            raise UsageError(f"only the python backend runs a Session; omit the Session's backend for {self.backend}")
         if self.backend == "tensorrt" and (self.kind == "cpu" or self.threads is not None):
-            raise UsageError("TensorRT's plans run on a GPU; leave cpu and the number of threads out")
+            raise UsageError("TensorRT plans run on a GPU; omit kind cpu and threads")

@@ -1,9 +1,9 @@
-"""Bundles as a model repository that Triton serves.
+"""Bundles as a Triton model repository.
 
-    REPOSITORY/NAME/config.pbtxt        made of the manifest
+    REPOSITORY/NAME/config.pbtxt        generated from the manifest
     REPOSITORY/NAME/warmup/…            inputs of reference cases, which run before the model is ready
     REPOSITORY/NAME/1/model.py, bundle/           for the python backend
-    REPOSITORY/NAME/1/model.onnx                  for onnxruntime; a folder where weights stand in a file of their own
+    REPOSITORY/NAME/1/model.onnx                  for onnxruntime; a folder if weights are in separate files
     REPOSITORY/NAME/1/engine.SM89.plan …          for tensorrt
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/model_repository.html
@@ -39,7 +39,7 @@ from attnforge.version import __version__
 
 CONFIG, WARMUP = "config.pbtxt", "warmup"
 
-MODEL = f'''"""Serves the bundle in the folder `{FOLDER}` beside this file; written by attnforge {__version__}."""
+MODEL = f'''"""Serves the bundle in the folder `{FOLDER}` next to this file; written by attnforge {__version__}."""
 
 from attnforge.serving.triton.model import TritonPythonModel
 
@@ -47,24 +47,24 @@ __all__ = ["TritonPythonModel"]
 '''
 
 MOST_WARMUP = 2**24
-"""Bytes of the inputs of all warm-up requests together, in the files and in memory once they are joined."""
+"""Maximum total bytes of the inputs of all warm-up requests, in the files and in memory after they are joined."""
 
 MEASURED = 0.5
-"""Seconds of a call from which no larger batch is measured."""
+"""Seconds of a call above which no larger batch is measured."""
 
 
 class Packaged(Record):
     """A model that was written to a repository.
 
     Attributes:
-        name: as clients call it.
-        version: as clients call it.
-        backend: Triton's.
-        folder: of the version.
-        max_batch: samples that Triton may join; 0 where it joins none.
-        apart: why Triton joins no requests; None where it does.
+        name: name of the model for clients.
+        version: version of the model for clients.
+        backend: Triton backend.
+        folder: folder of the version.
+        max_batch: maximum samples that Triton may join; 0 if it joins none.
+        apart: why Triton joins no requests; None if it does.
         preferred: numbers of samples that Triton prefers to join.
-        measured: by number of samples in a call, samples a second on this machine; empty where none were measured.
+        measured: samples per second on this machine, by samples per call; empty if not measured.
         warmups: names of the reference cases that run before the model is ready.
         kept: whether the configuration of an earlier version was kept.
     """
@@ -90,25 +90,26 @@ def package(
     trusted: Trusted = None,
     progress: Callable[[str], object] | None = None,
 ) -> list[Packaged]:
-    """Write bundles to a model repository, all of them or, where anything is wrong, none.
+    """Write bundles to a model repository: all of them, or none if anything is wrong.
 
     Args:
-        bundles: their folders; models are named after model and precision.
-        out: the repository: a new folder; or one of models, which get `options.version` beside those that they have.
-        options: how.
-        name: of the model, where there is one bundle.
-        trusted: files of public keys, one of which must have signed each bundle, as :func:`attnforge.load` takes them.
-        progress: hears of every bundle.
+        bundles: bundles or their folders; models are named after model and precision.
+        out: the repository: a new folder, or an existing repository, whose models get the additional version
+            `options.version`.
+        options: packaging options.
+        name: name of the model, if there is one bundle.
+        trusted: files of public keys, one of which must have signed each bundle, as in :func:`attnforge.load`.
+        progress: called with a message for every bundle.
 
     Raises:
-        BundleError: no whole, unaltered bundle is there; or the disk is full.
-        UsageError: the repository, or a version, is there already; two models have one name; another version of the
-            model has other inputs or outputs; the repository cannot be written.
-        UnavailableError: a bundle holds nothing that Triton's backend runs; says why.
+        BundleError: a bundle is missing, incomplete or altered; or the disk is full.
+        UsageError: the version, or something other than a repository, exists at `out`; two models have one name;
+            another version of the model has different inputs or outputs; or the repository cannot be written.
+        UnavailableError: a bundle contains nothing that Triton's backend can run.
     """
     options, say = options or Packaging(), progress or (lambda text: None)
     if name is not None and len(bundles) > 1:
-        raise UsageError(f"{len(bundles)} bundles cannot all be named {name!r}; package one by one, or leave it out")
+        raise UsageError(f"{len(bundles)} bundles cannot all be named {name!r}; package one by one, or omit the name")
     models: dict[str, Bundle] = {}
     for folder in bundles:
         bundle = folder if isinstance(folder, Bundle) else Bundle(folder, trusted=trusted)
@@ -117,46 +118,46 @@ def package(
         if model in models:
             raise UsageError(f"{bundle.path} and {models[model].path} are both {model!r}; package one by one, by name")
         models[model] = bundle
-    place = Place.of(Path(out), list(models), options.version)
+    repository = Repository.of(Path(out), list(models), options.version)
     planned = []
     for model, bundle in models.items():
         say(f"package {model}")
-        planned.append(_plan(model, bundle, place, options))
-        place.check_alike(planned[-1])
-    with place.writing() as folder:
+        planned.append(_plan(model, bundle, repository, options))
+        repository.check_alike(planned[-1])
+    with repository.writing() as folder:
         for plan in planned:
             _write(plan, folder / plan.model.name, options)
     return [plan.model for plan in planned]
 
 
 def named(text: str) -> str:
-    """A name that Triton takes and that stands in a URL as it is, made of any text."""
+    """Return a model name made from any text, valid for Triton and unescaped in URLs."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:200] or "model"
 
 
 def checked(name: str) -> str:
-    """A name that a caller gave.
+    """Return a name given by the caller.
 
     Raises:
-        UsageError: it would not stand in a URL, or not be a folder.
+        UsageError: the name is not valid in a URL or as a folder.
     """
     if name != named(name):
-        raise UsageError(f"{shortened(name)!r} is no name of a model; give letters, digits, and _ . - between them")
+        raise UsageError(f"{shortened(name)!r} is not a model name; give letters, digits, and _ . - between them")
     return name
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A model that is about to be written.
+    """A model to be written.
 
     Attributes:
-        model: as the caller hears of it.
-        bundle: that it is made of.
-        config: the configuration.
-        files: of the version, by their names: the name of a file of the bundle.
+        model: the record that is returned to the caller.
+        bundle: its bundle.
+        config: its configuration.
+        files: the bundle's files by their names in the version's folder.
         arrays: the inputs of warm-up requests, by their files.
     """
 
@@ -167,7 +168,7 @@ class Planned:
     arrays: Mapping[str, Array]
 
 
-def _plan(name: str, bundle: Bundle, place: Place, options: Packaging) -> Planned:
+def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging) -> Planned:
     files, engines = _files(bundle, options)
     batch, apart, preferred, measured = _batching(bundle, options)
     most = (batch.max or 0) if batch is not None else 0
@@ -177,22 +178,22 @@ def _plan(name: str, bundle: Bundle, place: Place, options: Packaging) -> Planne
         name=name,
         version=options.version,
         backend=options.backend,
-        folder=str(place.target / name / str(options.version)),
+        folder=str(repository.target / name / str(options.version)),
         max_batch=max_batch,
         apart=apart,
         preferred=list(preferred),
         measured=measured,
         warmups=[warmup["name"] for warmup in warmups],
-        kept=name in place.standing,
+        kept=name in repository.existing,
     )
     return Planned(model, bundle, _config(model, bundle.manifest, engines, warmups, options), files, arrays)
 
 
 def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Engine]]:
-    """The files of the version and, for TensorRT, the plans among them.
+    """Return the files of the version and, for TensorRT, the plans among them.
 
     Raises:
-        UnavailableError: the bundle has none for this backend of Triton.
+        UnavailableError: the bundle has none for this Triton backend.
     """
     manifest = bundle.manifest
     if manifest.doubt is not None:
@@ -201,40 +202,40 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
         target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
         if target not in ("auto", OPENVINO, *manifest.targets):
             targets = ", ".join(name for name in manifest.targets if name != OPENVINO)
-            raise UnavailableError(f"{bundle.path} was deployed for {targets}, and not for {target}")
+            raise UnavailableError(f"{bundle.path} was deployed for {targets}, not for {target}")
         return {}, []
     if manifest.decoding is not None:
         raise UnavailableError(
             f"{bundle.path} is a decoder, whose caches Triton's {options.backend} backend does not keep; use --backend "
-            "python, which answers for whole sequences"
+            "python, which runs whole sequences"
         )
     tensors = [*manifest.inputs, *manifest.outputs]
     record = manifest.targets.get(options.backend)
     if scalars := [spec.name for spec in tensors if not spec.dims]:
-        raise UnavailableError(f"{scalars[0]} has no dims, and Triton knows no such tensor; use --backend python")
+        raise UnavailableError(f"{scalars[0]} has no dims, which Triton does not support; use --backend python")
     if options.backend == "onnxruntime":
         if any(spec.dtype == "bfloat16" for spec in tensors) or manifest.precision == "bf16":
             raise UnavailableError(
                 f"{bundle.path} is bf16, which Triton's onnxruntime backend has no type for; use --backend python"
             )
         if record is None:
-            raise UnavailableError(f"{bundle.path} holds no model for onnxruntime; deploy it with --target onnxruntime")
-        own = record.cuda_model if options.kind == "gpu" and record.cuda_model is not None else record.model
-        model, *weights = bundle.model_files(own)
+            raise UnavailableError(f"{bundle.path} has no model for onnxruntime; deploy it with --target onnxruntime")
+        graph = record.cuda_model if options.kind == "gpu" and record.cuda_model is not None else record.model
+        model, *weights = bundle.model_files(graph)
         if not weights:
             return {"model.onnx": model}, []
-        beside = {f"model.onnx/{PurePosixPath(file).name}": file for file in weights}
-        return {"model.onnx/model.onnx": model, **beside}, []
+        external = {f"model.onnx/{PurePosixPath(file).name}": file for file in weights}
+        return {"model.onnx/model.onnx": model, **external}, []
     if record is None or not record.engines:
-        reason = "it holds no plan of TensorRT"
+        reason = "it has no TensorRT plan"
         if "tensorrt_rtx" in manifest.targets:
-            reason = "its plans are TensorRT-RTX's, which no backend of Triton loads"
+            reason = "its plans are for TensorRT-RTX, which no Triton backend loads"
         raise UnavailableError(
             f"{bundle.path} cannot be served by the tensorrt backend: {reason}; use --backend python"
         )
     if data := [spec.name for spec in manifest.outputs if is_open(spec, manifest.inputs)]:
         raise UnavailableError(
-            f"the shape of {data[0]} is decided by the inputs' values, which Triton's tensorrt backend does not allow; "
+            f"the shape of {data[0]} depends on the inputs' values, which Triton's tensorrt backend does not allow; "
             "use --backend python"
         )
     engines = _engines(bundle, record.engines, options.server_tensorrt)
@@ -242,20 +243,20 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
 
 
 def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> list[Engine]:
-    """The plans that one server can load, of every compute capability one."""
+    """Return the plans that one server can load, one per compute capability."""
     versions = sorted({engine.version for engine in engines})
     if version is not None:
         engines = [engine for engine in engines if f"{engine.version}.".startswith(f"{version}.")]
         if not engines:
-            raise UnavailableError(f"the plans of {bundle.path} are TensorRT {', '.join(versions)}'s, not {version}'s")
+            raise UnavailableError(f"the plans of {bundle.path} are for TensorRT {', '.join(versions)}, not {version}")
     elif len(versions) > 1:
         raise UnavailableError(
-            f"the plans of {bundle.path} are TensorRT {' and '.join(versions)}'s, and a server has one; say which "
-            "(--server-tensorrt)"
+            f"the plans of {bundle.path} are for TensorRT {' and '.join(versions)}, and a server has one; choose it "
+            "with --server-tensorrt"
         )
     by_capability = {capability: engine for engine in engines for capability in engine.compute_capabilities}
     if unknown := [name for name in by_capability if not re.fullmatch(r"SM\d{2,}", name)]:
-        raise UnavailableError(f"a plan of {bundle.path} is for {unknown[0]}, which Triton cannot choose by")
+        raise UnavailableError(f"a plan of {bundle.path} is for {unknown[0]}, which Triton cannot select plans by")
     profiles = {len(engine.profiles) for engine in by_capability.values()}
     if len(profiles) > 1:
         raise UnavailableError(
@@ -267,12 +268,12 @@ def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> 
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 Rates = dict[int, float]
-"""Samples a second, by how many are in a call."""
+"""Samples per second, by samples per call."""
 
 
 def _batching(bundle: Bundle, options: Packaging) -> tuple[DimSpec | None, str | None, tuple[int, ...], Rates]:
-    """The dim along which requests are joined or why they are not, which numbers of samples are preferred, and what was
-    measured for that."""
+    """Return the dim along which requests are joined, or why they are not; the preferred numbers of samples; and the
+    measurements for these."""
     batch = batch_of(bundle.manifest)
     if options.max_batch == 0:
         batch = "max_batch is 0"
@@ -287,15 +288,15 @@ def _batching(bundle: Bundle, options: Packaging) -> tuple[DimSpec | None, str |
                 rates = _rates(session, batch, most)
                 return batch, None, (_best(rates),), rates
     except UnavailableError as error:
-        return None, f"nothing here can run it and show that samples stay apart: {first_line(error)}", (), {}
+        return None, f"nothing here can run it to check that samples are independent: {first_line(error)}", (), {}
     preferred = tuple(sorted(set(options.preferred or ())))
     if wrong := [number for number in preferred if not 1 <= number <= most]:
-        raise UsageError(f"{wrong[0]} samples are preferred, and {bundle.path} takes 1 to {most}")
+        raise UsageError(f"{wrong[0]} samples are preferred, but {bundle.path} takes 1 to {most}")
     return batch, None, preferred if most > 1 else (), {}
 
 
 def _rates(session: Session, batch: DimSpec, most: int, seconds: float = 2.0) -> Rates:
-    """Samples a second of batches of 1, 2, 4 … samples, the other sizes the example's, measured in turns."""
+    """Measure the samples per second of batches of 1, 2, 4 … samples in turns, with the example's other sizes."""
     specs, runs = session.inputs, {}
     for number in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
         feeds = reference.make_inputs(reference.at(specs, {batch.symbol: number}), specs, {})
@@ -306,12 +307,12 @@ def _rates(session: Session, batch: DimSpec, most: int, seconds: float = 2.0) ->
 
 
 NEAR = 1.05
-"""Ratio to the best rate within which a number of samples in a call is as good as the best."""
+"""Ratio to the best rate within which a batch size counts as equally good."""
 
 
 def _best(rates: Rates) -> int:
-    """The largest number of samples that is as good as the best: Triton joins no more than it prefers, and the more it
-    joins, the less each request costs the server."""
+    """Return the largest number of samples that is as good as the best: Triton joins no more than it prefers, and the
+    more it joins, the less each request costs the server."""
     return max(number for number, rate in rates.items() if rate * NEAR >= max(rates.values()))
 
 
@@ -319,12 +320,12 @@ def _best(rates: Rates) -> int:
 
 
 def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Message], dict[str, Array]]:
-    """The ordinary reference cases as warm-up requests, as far as :data:`MOST_WARMUP` holds them, and their files.
-    Where requests are joined, a request has the case's first sample, as many times as the case has samples."""
+    """Return the ordinary reference cases as warm-up requests, within :data:`MOST_WARMUP`, and their files. If requests
+    are joined, a request has the case's first sample, as many times as the case has samples."""
     specs, stored = bundle.manifest.inputs, stored_inputs(bundle)
     warmups, files, left = list[Message](), dict[str, Array](), MOST_WARMUP
-    for place, case in enumerate(case for case in bundle.manifest.cases if case.is_ordinary):
-        with suppress(UnavailableError):  # more inputs than fit into memory
+    for index, case in enumerate(case for case in bundle.manifest.cases if case.is_ordinary):
+        with suppress(UnavailableError):  # inputs that do not fit into memory
             feeds = reference.make_inputs(case, specs, stored)
             needed = sum(array.nbytes for array in feeds.values())
             if needed > left or any(array.size == 0 for array in feeds.values()):
@@ -333,7 +334,7 @@ def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Mes
             inputs = []
             for number, spec in enumerate(specs):
                 array = feeds[spec.name] if batch is None else feeds[spec.name][0]
-                file = f"{place}.{named(case.name)}.{number}.{named(spec.name)}"
+                file = f"{index}.{named(case.name)}.{number}.{named(spec.name)}"
                 inputs.append(configuration.sample(spec, array.shape, file))
                 files[file] = array
             joined = 1 if batch is None else min(case.sizes[batch.symbol], most)
@@ -352,7 +353,7 @@ def _config(
     config["max_batch_size"] = model.max_batch
     config["input"] = [configuration.tensor(spec, batched=batched) for spec in manifest.inputs]
     config["output"] = [configuration.tensor(spec, batched=batched) for spec in manifest.outputs]
-    config["version_policy"] = {"all": {}}  # a new version takes none away that is asked for by its number
+    config["version_policy"] = {"all": {}}  # a new version does not remove others, which clients may request by number
     if model.max_batch > 1:
         preferred = {"preferred_batch_size": model.preferred} if model.preferred else {}
         config["dynamic_batching"] = {**preferred, "max_queue_delay_microseconds": options.max_delay}
@@ -420,88 +421,89 @@ def _write(plan: Planned, folder: Path, options: Packaging) -> None:
 
 
 COMPARED = ("backend", "max_batch_size", "input", "output", "default_model_filename", "cc_model_filenames")
-"""The fields of a configuration that all versions of a model share by their nature."""
+"""The fields of a configuration that all versions of a model necessarily share."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where models are put.
+class Repository:
+    """A model repository to write to.
 
     Attributes:
-        target: the repository.
-        version: of the models.
-        standing: the configurations of models that are there in other versions, by name.
+        target: folder of the repository.
+        version: version of the models.
+        existing: configurations of models that exist in other versions, by name.
     """
 
     target: Path
     version: int
-    standing: Mapping[str, str]
+    existing: Mapping[str, str]
 
     @classmethod
-    def of(cls, out: Path, names: Sequence[str], version: int) -> Place:
-        """The place of these models.
+    def of(cls, out: Path, names: Sequence[str], version: int) -> Repository:
+        """Return the repository for these models.
 
         Raises:
-            UsageError: something else is there, or this version of a model.
+            UsageError: `out` is not a repository, or has this version of a model.
         """
         try:
             target = place_of(out)
             if not os.path.lexists(target):
                 return cls(target, version, {})
             if not target.is_dir():
-                raise UsageError(f"{target} is no folder; choose another place")
+                raise UsageError(f"{target} is not a folder; choose another path")
             for model in target.iterdir():
                 if not model.name.startswith(".") and not _is_model(model):
-                    raise UsageError(f"{target} exists and is no model repository: it holds {shortened(model.name)!r}")
-            standing = {}
+                    raise UsageError(f"{target} exists and is not a model repository: it has {shortened(model.name)!r}")
+            existing = {}
             for name in names:
                 if os.path.lexists(folder := target / name / str(version)):
                     raise UsageError(f"{folder} exists; give the next version (--version), or choose another folder")
                 if os.path.lexists(file := target / name / CONFIG):
-                    standing[name] = file.read_text(encoding="utf-8")
+                    existing[name] = file.read_text(encoding="utf-8")
                 elif os.path.lexists(target / name):
-                    raise UsageError(f"{target / name} has no {CONFIG} to hold this one to; choose another --name")
+                    raise UsageError(f"{target / name} has no {CONFIG} to compare with; choose another --name")
         except (OSError, RuntimeError, ValueError) as error:
             if isinstance(error, AttnforgeError):
                 raise
-            raise UsageError(f"{shortened(str(out))} is no place for a repository: {first_line(error)}") from error
-        return cls(target, version, standing)
+            raise UsageError(f"{shortened(str(out))} cannot be a repository: {first_line(error)}") from error
+        return cls(target, version, existing)
 
     def check_alike(self, plan: Planned) -> None:
-        """Check that a version fits the configuration that the model has: Triton has one for all versions.
+        """Check that a version fits the model's configuration, which Triton has once for all versions.
 
         Raises:
-            UsageError: it does not.
+            UsageError: it does not fit.
         """
         model = plan.model.name
-        if model not in self.standing:
+        if model not in self.existing:
             return
-        has, needed = fields(self.standing[model]), fields(configuration.text(plan.config))
+        has, needed = fields(self.existing[model]), fields(configuration.text(plan.config))
         for name in COMPARED:
             if has.get(name) != needed.get(name):
                 raise UsageError(
-                    f"{model} has another {name} in {self.target / model / CONFIG}, which all versions share; "
+                    f"{model} has a different {name} in {self.target / model / CONFIG}, which all versions share; "
                     "package it under another name (--name)"
                 )
 
     def writing(self) -> AbstractContextManager[Path]:
-        """A temporary folder of models that are put to their places where the block ends, or else removed.
+        """Return a context with a temporary folder, whose models are moved to the repository at the end of the block,
+        or removed on an error.
 
         Raises:
-            UsageError: it cannot be written, or something appeared there meanwhile.
+            UsageError: the repository cannot be written, or something appeared there meanwhile.
             BundleError: the disk is full.
         """
         if not os.path.lexists(self.target):
             return new_folder(self.target)
-        is_apart = os.stat(self.target.parent).st_dev != os.stat(self.target).st_dev  # a disk of its own
+        is_apart = os.stat(self.target.parent).st_dev != os.stat(self.target).st_dev  # a separate disk
         return new_folder(self.target, self._put, parent=self.target if is_apart else None)
 
     def _put(self, folder: Path) -> None:
-        """Rename every model, or its version, to its place; what was put is taken back where one cannot be."""
+        """Move every model, or its version, to the repository; if one cannot be moved, undo the others."""
         put: list[tuple[Path, Path]] = []
         try:
             for model in sorted(folder.iterdir()):
-                part = Path(model.name, str(self.version)) if model.name in self.standing else Path(model.name)
+                part = Path(model.name, str(self.version)) if model.name in self.existing else Path(model.name)
                 rename_new(folder / part, self.target / part)
                 put.append((self.target / part, folder / part))
         except BaseException:
@@ -511,12 +513,12 @@ class Place:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether Triton might take a folder for a model: it has a configuration, or a version."""
+    """Return whether Triton might treat a folder as a model: it has a configuration, or a version."""
     return (folder / CONFIG).is_file() or (folder.is_dir() and any(file.name.isdecimal() for file in folder.iterdir()))
 
 
 def fields(text: str) -> dict[str, list[str]]:
-    """The fields of a configuration as :func:`~.configuration.text` writes it, by name, each with its lines."""
+    """Return the fields of a configuration written by :func:`~.configuration.text`, by name, each with its lines."""
     lines: dict[str, list[str]] = {}
     name = ""
     for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""Tensors of Triton's Python backend as NumPy arrays and back, by DLPack, sharing memory.
+"""Conversion between tensors of Triton's Python backend and NumPy arrays, by DLPack, sharing memory.
 
-The backend's own NumPy conversions are made for NumPy 1: of tensors that they make of NumPy 2's arrays, the sizes are
-wrong. NumPy knows no bfloat16, so its numbers cross the border as int16, and their type is set in the DLPack structure.
+The backend's own NumPy conversions are built for NumPy 1: tensors made from NumPy 2 arrays have wrong sizes. NumPy has
+no bfloat16, so such data is passed as int16, and its type is set in the DLPack structure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import TensorSpec
 
 NEW, USED = b"dltensor", b"used_dltensor"
-"""DLPack's names of a capsule whose tensor is still to be taken over, and of one whose tensor was."""
+"""DLPack's names of a capsule whose tensor is not consumed yet, and of one whose tensor is consumed."""
 
 INT, BFLOAT = 0, 4
 """DLPack's kDLInt and kDLBfloat."""
@@ -40,7 +40,7 @@ _set_name.restype, _set_name.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.
 
 
 class _AsInt16:
-    """A tensor of bfloat16 whose numbers are given as int16."""
+    """A bfloat16 tensor that exports its data as int16."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -59,29 +59,29 @@ def _retyped(capsule: Any, code: int) -> Any:
 
 
 def array_of(tensor: Any, spec: TensorSpec) -> Array:
-    """A tensor of a request as an array on its memory, which must not be written to.
+    """Return a tensor of a request as an array that shares its memory, which must not be written to.
 
     Args:
-        tensor: the backend's, on the CPU.
+        tensor: the backend's tensor, on the CPU.
         spec: the input.
     """
     is_bfloat = spec.dtype == BFLOAT16.name
     array = np.from_dlpack(_AsInt16(tensor)).view(BFLOAT16) if is_bfloat else np.from_dlpack(tensor)
-    return array if spec.dims else array.reshape(())  # Triton knows no tensor without dims
+    return array if spec.dims else array.reshape(())  # Triton has no tensors without dims
 
 
 def tensor_of(name: str, array: Array, make: Any) -> Any:
-    """An array as a tensor of the backend on its memory.
+    """Return an array as a tensor of the backend that shares its memory.
 
     Args:
-        name: of the output.
-        array: of any dtype that a bundle's output may have; without dims it gets one.
+        name: name of the output.
+        array: array of any dtype that a bundle's output may have; an array without dims gets one.
         make: the backend's `Tensor.from_dlpack`.
     """
-    array = np.ascontiguousarray(array)  # of one dim where it has none
-    if not array.flags.writeable:  # which DLPack cannot say in the version that the backend reads
+    array = np.ascontiguousarray(array)  # adds a dim if it has none
+    if not array.flags.writeable:  # the DLPack version that the backend reads cannot express read-only
         array = array.copy()
     capsule = _retyped(array.view(np.int16).__dlpack__(), BFLOAT) if array.dtype == BFLOAT16 else array.__dlpack__()
     tensor = make(name, capsule)
-    _set_name(capsule, USED)  # the backend gives it a name that NumPy does not know, and would complain of
+    _set_name(capsule, USED)  # the backend sets a name that NumPy does not know and would reject
     return tensor

@@ -38,9 +38,9 @@ def test_a_dim_that_leads_all_inputs_and_outputs_is_a_batch() -> None:
 
 
 ALONE: dict[str, tuple[list[TensorSpec], list[TensorSpec], str]] = {
-    "static": ([tensor(2, 4)], [tensor(2, 4)], "leads with no dynamic dim"),
-    "no dims": ([tensor()], [tensor()], "leads with no dynamic dim"),
-    "no inputs": ([], [tensor(BATCH)], "leads with no dynamic dim"),
+    "static": ([tensor(2, 4)], [tensor(2, 4)], "does not lead with a dynamic dim"),
+    "no dims": ([tensor()], [tensor()], "does not lead with a dynamic dim"),
+    "no inputs": ([], [tensor(BATCH)], "does not lead with a dynamic dim"),
     "an input without it": ([tensor(BATCH), tensor(4, name="y")], [tensor(BATCH)], r"input y is float32\[4\] and does"),
     "an output without it": ([tensor(BATCH)], [tensor()], r"output x is float32\[\] and does not lead with batch"),
     "another factor": ([tensor(DimSpec(symbol="batch", factor=2, min=2, opt=2, max=8))], [], "does not lead"),
@@ -49,7 +49,7 @@ ALONE: dict[str, tuple[list[TensorSpec], list[TensorSpec], str]] = {
     "behind": ([tensor(TOKENS, BATCH)], [tensor(BATCH, TOKENS)], "does not lead with tokens"),
     "twice": ([tensor(BATCH, BATCH)], [tensor(BATCH)], "has batch in a further dim"),
     "in an expression": ([tensor(BATCH)], [tensor(BATCH, DimSpec(symbol="4*batch"))], "has batch in a further dim"),
-    "two at least": ([tensor(DimSpec(symbol="batch", min=2, opt=2, max=8))], [], "batch is 2 at least"),
+    "two at least": ([tensor(DimSpec(symbol="batch", min=2, opt=2, max=8))], [], "batch is at least 2"),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_leading_dim_whose_rows_meet_is_no_batch(tmp_path: Path) -> None:
     assert isinstance(batch, DimSpec)
     with attnforge.load(bundle, "onnxruntime-cpu") as session:
         assert why_not_apart(session, batch) == (
-            "output of a sample is another with another sample beside it, so batch is no batch"
+            "output output of a sample changes with the rest of the batch, so batch is not a batch dimension"
         )
 
 

@@ -38,24 +38,24 @@ def test_data_may_be_nested_and_empty() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (b"", "the request is no inference request"),
-        (b"[]", "the request is no inference request"),
-        (b'{"inputs": {"x": 1}}', "the request is no inference request"),
-        (b'{"inputs": [{"name": "x"}]}', "the request is no inference request"),
-        (b"[" * 100_000, "the request is no inference request"),
+        (b"", "not a valid inference request"),
+        (b"[]", "not a valid inference request"),
+        (b'{"inputs": {"x": 1}}', "not a valid inference request"),
+        (b'{"inputs": [{"name": "x"}]}', "not a valid inference request"),
+        (b"[" * 100_000, "not a valid inference request"),
         (body(datatype="STRING"), "input 'x' is 'STRING'; the datatypes are BF16, BOOL, FP16"),
-        (body(datatype=[]), "the request is no inference request"),
+        (body(datatype=[]), "not a valid inference request"),
         (body(shape=[-1]), r"input 'x' has shape \[-1\]; give a whole number for every dim"),
         (body(shape=[2.0]), r"input 'x' has shape \[2.0\]; give a whole number"),
         (body(shape=[3]), r"input 'x' has 2 numbers; its shape \[3\] takes 3"),
         (body(shape=[10**30, 0]), r"input 'x' has 2 numbers; its shape \[1"),
-        (body(data=[1, 300]), "the data of input 'x' are no INT8: Python integer 300 out of bounds"),
-        (body(data=[1, 2.5]), "the data of input 'x' are no INT8: float64 was given"),
-        (body(data=[True, False]), "the data of input 'x' are no INT8: bool was given"),
-        (body(data=[1, 0], datatype="BOOL"), "the data of input 'x' are no BOOL: int64 was given"),
-        (body(data=["1", "2"], datatype="FP32"), "the data of input 'x' are no FP32: str"),
-        (body(data=[[1], [2, 3]]), "the data of input 'x' are no INT8"),
-        (body(data=None), "the data of input 'x' are no INT8: object was given"),
+        (body(data=[1, 300]), "the data of input 'x' are not INT8: Python integer 300 out of bounds"),
+        (body(data=[1, 2.5]), "the data of input 'x' are not INT8: float64 was given"),
+        (body(data=[True, False]), "the data of input 'x' are not INT8: bool was given"),
+        (body(data=[1, 0], datatype="BOOL"), "the data of input 'x' are not BOOL: int64 was given"),
+        (body(data=["1", "2"], datatype="FP32"), "the data of input 'x' are not FP32: str"),
+        (body(data=[[1], [2, 3]]), "the data of input 'x' are not INT8"),
+        (body(data=None), "the data of input 'x' are not INT8: object was given"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_line(given: bytes, words: str) -> None:
@@ -65,5 +65,5 @@ def test_wrong_requests_are_refused_in_one_line(given: bytes, words: str) -> Non
 
 
 def test_numbers_that_json_has_not_are_refused() -> None:
-    with pytest.raises(RunError, match="output 'y' has NaN or infinity, which JSON cannot hold"):
+    with pytest.raises(RunError, match="output 'y' has NaN or infinity, which JSON cannot represent"):
         document_of("model", {"y": np.array([1, np.inf], np.float32)})

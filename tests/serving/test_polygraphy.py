@@ -183,7 +183,7 @@ def test_inputs_of_polygraphys_own_are_of_the_least_shapes(held: Path) -> None:
         (["--attnforge", "BUNDLE", "--attnforge-backend", "tensorrt"], "tensorrt"),
         (["--attnforge", "BUNDLE", "--attnforge-trusted", "nowhere.pub"], r"nowhere\.pub"),
         (["--attnforge", "BUNDLE", "--input-shapes", "x:[9,5,16]"], r"batch|shape"),
-        (["--onnxrt", "--attnforge", "BUNDLE", "HELD"], "has to be of the float64 outputs of .* judges several"),
+        (["--onnxrt", "--attnforge", "BUNDLE", "HELD"], "must be the float64 outputs of .* checks several"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(held: Path, words: list[str], message: str) -> None:

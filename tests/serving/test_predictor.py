@@ -189,10 +189,12 @@ def test_samples_that_meet_are_no_rows(scored: Scores) -> None:
     rows = np.random.default_rng(0).random((3, 2, 3, 8), np.float32)
     assert Predictor(handle, keep=[])({"x": rows})["output"].shape == (3, 2)  # a row is a whole input
     with pytest.raises(
-        InputError, match=r"has 2 dims .*; every row holds whole inputs, because output of a sample is an"
+        InputError, match=r"has 2 dims .*; every row contains whole inputs, because output output of a sample changes"
     ):
         Predictor(handle)({"x": rows[0]})
-    with pytest.raises(UsageError, match="2 samples a call were asked for, and calls have no samples: output of a"):
+    with pytest.raises(
+        UsageError, match="2 samples per call were asked for, but calls have no samples: output output of a"
+    ):
         Predictor(handle, samples=2)
 
 
@@ -226,7 +228,7 @@ def test_wrong_rows_are_refused_in_one_line(digits: Handle) -> None:
         with pytest.raises(InputError, match=words) as refused:
             predictor(rows)
         assert "\n" not in str(refused.value)
-    with pytest.raises(UsageError, match=r"output column 'output' would replace the rows' own; name it otherwise"):
+    with pytest.raises(UsageError, match=r"output column 'output' would replace an input column; rename it"):
         predictor({"image": images(2), "output": np.zeros(2)})
     with pytest.raises(InputError, match="column 'id', which is to be kept, is missing; the rows have image"):
         Predictor(digits, keep=["id"])({"image": images(2)})
@@ -237,8 +239,8 @@ def test_wrong_rows_are_refused_in_one_line(digits: Handle) -> None:
     [
         ({"columns": {"picture": "image"}}, "unknown input 'picture'; known: image"),
         ({"outputs": {"scores": "output"}}, "unknown output 'scores'; known: output"),
-        ({"samples": 0}, "0 samples a call were asked for; the bundle takes 1 to 32"),
-        ({"samples": 33}, "33 samples a call were asked for; the bundle takes 1 to 32"),
+        ({"samples": 0}, "0 samples per call were asked for; the bundle takes 1 to 32"),
+        ({"samples": 33}, "33 samples per call were asked for; the bundle takes 1 to 32"),
     ],
 )
 def test_wrong_options_are_refused_when_the_actor_starts(digits: Handle, options: Any, words: str) -> None:

@@ -159,7 +159,7 @@ def test_what_is_wrong_with_a_request_is_its_own_error(handle: Any, files: list[
             ({"image": image[:9]}, r"dim 0 of input 'image' \(batch\) is 9; the profile takes 1 to 8"),
             ({"image": image[0]}, "input 'image' has 3 dims"),
             ({"image": [[1.0]]}, "input 'image' is list"),
-            (7, "inputs by name are a mapping, and int was given"),
+            (7, "inputs are of type int; give a mapping"),
         )
     ]
     for place, response in enumerate(good):
@@ -178,7 +178,7 @@ def test_answers_over_http(post: Callable[[Any], Answer], files: list[Path], exp
     assert (output["name"], output["shape"], output["datatype"]) == ("output", [2, 10], "FP32")
     np.testing.assert_allclose(np.reshape(output["data"], (2, 10)), expected[:2], rtol=1e-4, atol=1e-5)
     for document, words in (
-        (b"\xff", "the request is no inference request"),
+        (b"\xff", "not a valid inference request"),
         ({"inputs": [tensor | {"datatype": "FP64"}]}, "input 'image' is float64; the model takes"),
         ({"inputs": [tensor | {"shape": [2, 3]}]}, r"input 'image' has 6144 numbers; its shape \[2, 3\] takes 6"),
     ):
