@@ -1,4 +1,4 @@
-"""Intervals hold what they say, and a comparison of two runs tells a slower program from a slower machine."""
+"""Intervals have their coverage, and comparing two runs distinguishes a slower program from a slower machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_what_is_said_of_calls() -> None:
 @pytest.mark.parametrize("calls", [(1,), (3, 3, 3), (1, 4, 2, 2, 7)])
 def test_a_resample_is_whole_rounds(calls: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
-    rounds = [rng.integers(1, 6, count).astype(float) for count in calls]  # few numbers, so that many are the same
+    rounds = [
+        rng.integers(1, 6, count).astype(float) for count in calls
+    ]  # few distinct numbers, so that many are equal
     drawn = draws(len(rounds))
     assert (drawn.sum(axis=1) == len(rounds)).all()
     wanted = [np.median(np.concatenate([*map(np.tile, rounds, times)])) for times in drawn]
@@ -82,7 +84,7 @@ def test_the_same_times_have_the_same_interval() -> None:
 @pytest.mark.parametrize("of_round", [0.0, 0.05], ids=["calls scatter", "rounds scatter"])
 @pytest.mark.parametrize("rounds", [12, 30])
 def test_the_median_lies_in_its_interval(rounds: int, of_round: float) -> None:
-    """Were calls resampled, not rounds, half of the intervals would miss it where rounds scatter."""
+    """If calls were resampled instead of rounds, half of the intervals would miss it when rounds scatter."""
     rng, runs = np.random.default_rng(1), 250
     calls = rng.lognormal(2.0, 0.03, (runs, rounds, 4)) * rng.lognormal(0, of_round, (runs, rounds, 1))
     found = [latency_of(one.tolist()).median for one in calls]
@@ -90,7 +92,7 @@ def test_the_median_lies_in_its_interval(rounds: int, of_round: float) -> None:
 
 
 def drifting(rng: np.random.Generator, rounds: int, by: float) -> tuple[Array, Array]:
-    """Two contenders, 1.25 and 1, that a machine slows down alike, by another amount each round: (rounds, 3) each."""
+    """Two contenders, 1.25 and 1, slowed down equally, by a different factor each round: (rounds, 3) each."""
     machine = np.exp(np.cumsum(rng.normal(0, by, (rounds, 1)), axis=0))
     a, b = (machine * rng.lognormal(0, 0.02, (rounds, 3)) for _ in range(2))
     return 1.25 * a, b
@@ -120,11 +122,11 @@ def test_what_are_no_times(rounds: list[list[float]], said: str) -> None:
         latency_of(rounds)
 
 
-# Openings
+# Loads
 
 
 def opened(rng: np.random.Generator, openings: int, instance: float = 0.03, rounds: int = 24) -> Array:
-    """Calls of a contender whose openings and rounds differ, by 1% a round: (rounds, 1)."""
+    """Calls of a contender whose loads and rounds differ, by 1% per round: (rounds, 1)."""
     of = np.repeat(rng.normal(0, instance, openings), shared(rounds, openings))
     return np.exp(of + rng.normal(0, 0.01, rounds))[:, None]
 
@@ -141,7 +143,7 @@ def test_one_opening_is_as_before() -> None:
 
 @pytest.mark.parametrize("openings", [3, 4, 5])
 def test_intervals_hold_what_another_opening_would_give(openings: int) -> None:
-    """Those of rounds alone miss the ratio of two contenders whose openings differ by 3% in a third of all runs."""
+    """Intervals over rounds only miss the ratio of two contenders whose loads differ by 3% in a third of all runs."""
     rng, of, pairs = np.random.default_rng(openings), shared(24, openings), 200
     calls = [[opened(rng, openings).tolist() for _ in range(2)] for _ in range(pairs)]
     assert np.mean([holds(ratio_of(a, b, of), 1.0) for a, b in calls]) >= 0.90
@@ -197,7 +199,7 @@ OURS = tuple(f"backend{i}" for i in range(20))
 
 @dataclass
 class Noise:
-    """What makes two runs of equal code differ, as shares of the times.
+    """The noise between two runs of equal code, as shares of the times.
 
     Attributes:
         scatter: of a contender's calls, from the steadiest to the least steady; half its variance is each round's.
@@ -219,13 +221,13 @@ class Noise:
 
 
 EARLIER: dict[str, Any] = {"machine": 0.0, "each": 0.0}
-"""The run that another one drifts from."""
+"""The reference run, without drift."""
 
 
 def measured(
     seed: int, noise: Noise, factors: Mapping[str, float] | None = None, names: Sequence[str] = OURS + PEERS
 ) -> Model:
-    """A model in a run with noise, where some contenders take so many times as long."""
+    """A model in a run with noise, with some contenders slowed down by factors."""
     rng, shape = np.random.default_rng(seed), (noise.rounds, noise.calls)
     machine = np.exp(np.cumsum(rng.normal(0, noise.wander, (noise.rounds, 1)), axis=0))
     machine *= rng.uniform(1 - noise.machine, 1 + noise.machine)
@@ -292,7 +294,7 @@ def said(moves: Sequence[Move]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("peers", "pairs"), [(5, 60), (2, 20), (1, 20)])
 def test_equal_code_has_no_regression(peers: int, pairs: int) -> None:
-    """Of some 2000 contenders with five, two and one peer, none."""
+    """None of about 2000 contenders with five, two and one peer."""
     noise, names = Noise(), OURS + PEERS[:peers]
     for seed in range(pairs):
         before = measured(2 * seed, replace(noise, **EARLIER), names=names)
@@ -318,7 +320,7 @@ def test_a_tenth_slower_is_found(noise: Noise, least: float) -> None:
 
 @pytest.mark.parametrize("openings", [3, 4, 5])
 def test_openings_that_differ_are_no_regression(openings: int) -> None:
-    """Instances of equal code differ by 3% within a run; and of code that is a tenth slower by 1%, which is found."""
+    """Loads of equal code differ by 3% within a run; code that is 10% slower, with loads 1% apart, is found."""
     names, slower = OURS[:8] + PEERS, {f"backend{i}": 1.1 for i in range(4)}
     found, pairs = 0, 30
     for seed in range(pairs):
@@ -342,7 +344,7 @@ def test_another_number_of_openings_is_noted() -> None:
 
 
 def test_what_slows_down_a_round_for_all_cancels() -> None:
-    """What slows down all contenders of a round is no uncertainty of what one of them changed by."""
+    """A slowdown of all contenders in a round does not add to the uncertainty of one contender's change."""
     widths = []
     for wander in (0.0, 0.05):
         noise = Noise(wander=wander, each=0.0)
@@ -381,7 +383,7 @@ def test_a_peer_that_moved_is_no_regression_and_no_drift() -> None:
 
 
 def test_peers_that_scatter_hide_small_changes() -> None:
-    """Where equal code of others differs by a tenth, nor can ours be held to less."""
+    """If equal code of peers differs by 10%, smaller changes of ours cannot be detected either."""
 
     def after(peers: Sequence[float]) -> list[Contender]:
         return [contender(name, [[ms]] * 8) for name, ms in zip(("backend3", *PEERS), (11.0, *peers), strict=True)]
@@ -406,7 +408,7 @@ def test_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compare(before, run(model(after))).moved
 
 
-# All else
+# Other quantities
 
 
 def memory(extra: float = 100.0, peak: float = 500.0) -> MemoryUse:
@@ -435,7 +437,7 @@ def cold(load: float, first: float = 0.0) -> Cold:
     ],
 )
 def test_what_else_is_a_regression(before: dict[str, Any], after: dict[str, Any], what: str | None) -> None:
-    """Of ours alone; and the other way round it is better."""
+    """Only for ours; in the other direction it is an improvement."""
     for name, regression in (("backend3", True), ("eager", False)):
         found = compared([contender(name, **before)], [contender(name, **after)])
         key = f"{name} fp32"
@@ -489,7 +491,7 @@ def test_to_miss_the_budget_in_a_case_is_a_regression() -> None:
         assert said(found.moved) == [(f"{name} fp32", "parity")] and bool(found.regressions) == regression
         assert f"now it is wrong in {missed}" in found.text()
         untried = compared([contender(name)], [contender(name, cases=wrong)])
-        assert not untried.moved  # before, nobody looked
+        assert not untried.moved  # cases were not checked before
 
 
 @pytest.mark.parametrize(
@@ -522,7 +524,7 @@ def test_peers_in_one_run_alone_are_noted() -> None:
 
 
 def test_what_is_new_is_noted() -> None:
-    """But what missed the budget and no longer does has moved."""
+    """But a contender that no longer misses the budget has moved."""
     old = run(model([contender("eager")], wrong={"b fp32": "error 2"}))
     found = compare(old, run(model([contender("eager"), contender("b"), contender("c")])))
     assert said(found.moved) == [("b fp32", "parity")] and not found.regressions
@@ -551,7 +553,7 @@ def test_models_are_compared_at_the_same_sizes() -> None:
 
 
 def test_a_model_that_was_left_out_is_gone() -> None:
-    """Where nothing is said of it, it was not asked for."""
+    """Without a reason in the new run, it was not requested."""
     old = run(model([contender("b"), contender("eager")]))
     found = compare(old, run(left_out={"vit": "the export failed"}))
     assert said(found.regressions) == [("b fp32", "gone")] and found.regressions[0].reason == "the export failed"
@@ -587,7 +589,7 @@ def test_what_differs_is_noted_and_another_machine_first() -> None:
 
 
 def growth(exponent: float, name: str = "b", sizes: Sequence[int] = (64, 128, 256, 512), mib: float = 1.0) -> Growth:
-    """Time that grows so, and memory that grows linearly."""
+    """Time that grows with `exponent`, and memory that grows linearly."""
     ms: list[float | None] = [(n / 64) ** exponent for n in sizes]
     extra: list[float | None] = [mib * n / 64 for n in sizes]
     fits = fit_of(sizes, ms), fit_of(sizes, extra)
@@ -613,7 +615,7 @@ def test_growth_that_is_steeper_is_a_regression() -> None:
 
 
 def test_growth_has_to_be_steeper_at_the_end_too() -> None:
-    """Less that is constant makes small sizes faster and the exponent larger, and is no regression."""
+    """Less constant cost makes small sizes faster and the exponent larger, but is not a regression."""
     before, after = growth(1.0), growth(1.0)
     after.series[0].ms = [0.3, 1.5, 3.9, 8.0]
     after.series[0].time = fit_of(after.sizes, after.series[0].ms)
@@ -666,7 +668,7 @@ def numbers(move: Move) -> list[float]:
 
 
 def test_files_compare_as_what_they_hold(tmp_path: Path) -> None:
-    """Files have fewer digits."""
+    """Files have fewer digits than results in memory."""
     noise = Noise()
     before = run(measured(0, replace(noise, **EARLIER)), growth=[growth(1.0, mib=3.3333333)])
     after = run(

@@ -1,5 +1,5 @@
-"""Decoding, measured: every contender answers as the model without a cache, a wrong one has no time, and
-what is claimed of the figures is held by one rule. No time decides a test."""
+"""Decoding benchmark: every contender answers like the model without a cache, a wrong one has no time, and the claims
+follow one rule. No test depends on times."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The suite's model, tiny."""
+    """A tiny version of the experiment's model."""
     return suite.deployed(tmp_path_factory.mktemp("llama"), TINY, PLACES, 16)
 
 
@@ -74,7 +74,7 @@ def job_of(bundle: Bundle, batch: int, folder: Path) -> PeerJob:
 
 
 def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
-    """The largest error of a contender that is given tokens in pieces, goes back, and begins anew."""
+    """Return the largest error of a contender that takes tokens in pieces, rewinds and resets."""
     errors = []
 
     def take(first: int, end: int) -> None:
@@ -101,7 +101,7 @@ def furthest(stepper: Stepper, ids: Array, truth: Array) -> float:
 def test_every_contender_answers_as_the_model_without_a_cache(
     of: str, name: str, batch: int, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one sample or two, in turn: `attnforge bench --decode` checks each contender at the batch that it times."""
+    """With one or two samples: `attnforge bench --decode` checks each contender at the batch that it times."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # its C++ takes half a minute
     bundle: Bundle = request.getfixturevalue(of)
     job = job_of(bundle, batch, tmp_path)
@@ -175,7 +175,7 @@ def test_every_contender_has_times_and_a_wrong_one_has_none(llama: Bundle, monke
             least = results.limits[step.context].latency.median.value
             assert step.share is not None and step.share.value == pytest.approx(least / step.latency.median.value)
         assert [len(calls) for calls in contender.first_tokens[0].latency.rounds] == [1] * 3
-    # A token of one site's cache: keys and values of two heads of sixteen numbers of four bytes.
+    # One token of one site's cache: keys and values of two heads of 16 numbers of 4 bytes.
     assert results.limits[20].cache - results.limits[4].cache == 16 * 2 * 2 * 16 * 4
     assert results.limits[4].weights == results.limits[20].weights > 4 * 64 * 64
 
@@ -183,7 +183,7 @@ def test_every_contender_has_times_and_a_wrong_one_has_none(llama: Bundle, monke
 def test_a_window_limits_the_cache_that_is_read_and_the_bundle_alone_is_enough(
     own: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "is_at_hand", lambda job: False)  # logits are held to the exported graph
+    monkeypatch.setattr(decoding, "is_at_hand", lambda job: False)  # logits are checked against the exported graph
     results = attnforge.benchmark(
         own, ["onnxruntime-cpu"], decode=True, contexts=[4, 20], prompts=[5], rounds=1, openings=1, threads=1
     )
@@ -306,8 +306,8 @@ def test_claims_are_held_against_eager_the_best_right_peer_and_the_limit() -> No
     ours = contender("onnxruntime-cpu", 10.0, ours=True)
     peers = [contender("eager-static", 20.0), contender("onnxruntime-concat", 9.0), contender("torch-compile", 30.0)]
     measured = figures([ours, *peers], {"eager-dynamic": "error 1 is over the budget"})
-    told = list(suite.claims(measured))
-    assert [(claim.against, claim.holds) for claim in told] == [
+    made = list(suite.claims(measured))
+    assert [(claim.against, claim.holds) for claim in made] == [
         ("eager-static", "yes"),
         ("onnxruntime-concat", "**no**"),
         ("", "yes"),

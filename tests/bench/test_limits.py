@@ -1,4 +1,4 @@
-"""What latencies are held against: work counted by hand, by torch and from the graph, and ceilings that are numbers."""
+"""Limits of latency: work counted by hand, by torch and from the graph, and measured ceilings."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.support.bundles import Deploy
 pytestmark = pytest.mark.xdist_group("limits")
 
 FEW = 512
-"""Bytes of all shapes and axes in a graph, which are less than any tensor of weights here."""
+"""Bytes of all shapes and axes in a graph, fewer than in any weight tensor here."""
 
 
 @functools.cache
 def canonical(name: str, **options: Any) -> Captured:
-    """A registered model in fp32, canonical. Not to be changed: tests share it."""
+    """Return a registered model in fp32, canonical. Tests share it, so it must not be modified."""
     captured = capture(*build_model(name, **options), precision_named("fp32"))
     assert all(site.node is not None for site in canonicalize(captured.model).sites)
     return captured
@@ -53,14 +53,14 @@ def transformer() -> Captured:
 
 
 def counted(captured: Captured, sizes: Mapping[str, int]) -> Work:
-    """Its work, none of which may be left uncounted."""
+    """Return its work, after checking that nothing is uncounted."""
     work = work_of(captured.model, sizes)
     assert work.uncounted == []
     return work
 
 
 def graph(inputs: str, body: str, outputs: str, values: str = "") -> ir.Model:
-    """A graph in ONNX's own notation, with the shapes of `values` between inputs and outputs."""
+    """Return a graph from ONNX's text format, with the shapes of `values` between inputs and outputs."""
     imports = '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1, "local" : 1]>'
     return ir.from_onnx_text(f"{imports} g ({inputs}) => ({outputs}) <{values}> {{ {body} }}")
 
@@ -151,10 +151,10 @@ def test_products_are_told_apart_by_precision() -> None:
 
 
 class Masked(nn.Module):
-    """Attention under a window, a window with padding, blocks, and a window whose width the data tells."""
+    """Attention with a window, a window with padding, blocks, and a window whose width is an input."""
 
     def forward(self, x: Tensor, keep: Tensor, width: Tensor) -> tuple[Tensor, ...]:
-        """Of `(batch, 2, tokens, 8)` tensors; `keep` is `(batch, tokens)`, `width` a scalar."""
+        """Attention of `(batch, 2, tokens, 8)` tensors; `keep` is `(batch, tokens)`, `width` a scalar."""
         index = torch.arange(x.shape[2])
         back = index[:, None] - index
         window = (back >= 0) & (back < 5)
@@ -174,7 +174,7 @@ def test_attention_counts_the_pairs_that_its_mask_is_proved_to_leave() -> None:
         window = int(((back >= 0) & (back < 5)).sum())
         blocks = int(np.equal.outer(np.arange(n) // 4, np.arange(n) // 4).sum())
         work = counted(captured, {"batch": 3, "tokens": n})
-        pairs = 3 * 2 * (2 * window + blocks + n * n)  # how wide the last window is no graph tells
+        pairs = 3 * 2 * (2 * window + blocks + n * n)  # the last window's width is not in the graph
         assert work.exponentials == pairs
         assert work.products == {"fp32": 2 * pairs * (8 + 8)}
 
@@ -213,13 +213,13 @@ def test_one_operation_an_element() -> None:
     )
     work = work_of(model, {"n": 10})
     norm, softmax, mean, tanh, cast = 60, SOFTMAX * 60, 60, 10, 60
-    assert work.others == norm + softmax + mean + tanh + cast  # whole numbers are none of them
+    assert work.others == norm + softmax + mean + tanh + cast  # integer operations do not count
     assert (work.exponentials, work.products, work.uncounted) == (60, {}, [])
     assert (work.weights, work.inputs, work.outputs) == (8 + 24, 60 * (4 + 8), 4 * 10 + 4 * 60)
 
 
 def test_whole_numbers_without_a_type_are_counted_as_such() -> None:
-    """What canonicalization adds to compute sizes has no types."""
+    """Nodes that canonicalization adds to compute sizes have no types."""
     model = graph(
         "float[n,6] x",
         "a = Shape<start=0, end=1>(x) b = Mul(a, a) c = Div(b, a) r = Concat<axis=0>(c, six) y = Reshape(x, r)",
@@ -233,7 +233,7 @@ def test_whole_numbers_without_a_type_are_counted_as_such() -> None:
 
 
 def products() -> Iterator[tuple[str, str, str, int]]:
-    """Inputs, operator, output, and operations as torch counts them or, for what it does not, by hand."""
+    """Yield inputs, operator, output, and operations as counted by torch or, where it does not count, by hand."""
     x, w = torch.randn(2, 6, 9, 10), torch.randn(8, 3, 3, 4)
     with FlopCounterMode(display=False) as counter:
         y = torch.conv2d(x, w, stride=2, padding=1, groups=2)
@@ -280,7 +280,7 @@ def test_tables_count_the_rows_that_are_gathered(body: str, outputs: str, rows: 
     table = model.graph.inputs[-1]
     table.const_value = ir.tensor(np.zeros((100, 8), np.int64))
     model.graph.register_initializer(table)
-    if not with_default:  # a weight, no input that whoever calls may replace
+    if not with_default:  # a weight, not an input that callers may replace
         model.graph.inputs.pop()
     read = {
         value.name: value for node in model.graph for value in node.inputs if value is not None and value is not table
@@ -383,7 +383,7 @@ def test_the_longer_time_is_the_limit() -> None:
 
 def test_a_precision_without_a_ceiling_is_as_fast_as_fp32() -> None:
     assert limit_seconds(WORK, ceilings(1e9, fp32=1_000.0)).seconds == 6.0 + 8.0
-    slow = ceilings(1e9, fp32=1_000.0, bf16=10.0)  # no unit for bf16: fp32 is the way to compute it
+    slow = ceilings(1e9, fp32=1_000.0, bf16=10.0)  # no unit for bf16, so it is computed in fp32
     assert limit_seconds(WORK, slow).seconds == 6.0 + 8.0
     with pytest.raises(UsageError, match="fp32"):
         limit_seconds(WORK, ceilings(1e9, bf16=1_000.0))
@@ -400,7 +400,7 @@ def test_ceilings_are_numbers() -> None:
 
 
 def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every run takes one second, a rate is what a run does."""
+    """If every run takes one second, the rate is the work of a run."""
     for name, value in {"PRODUCT_SIZES": (4, 8), "COPIED": 64, "CACHED": (8, 16)}.items():
         monkeypatch.setattr(measuring, name, value)
     monkeypatch.setattr("time.perf_counter", itertools.count().__next__)

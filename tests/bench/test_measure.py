@@ -1,4 +1,4 @@
-"""Measuring: turns, parity before time, starts and memory in processes of their own, growth. No time decides a test."""
+"""Benchmarks: turns, parity before time, starts and memory in separate processes, growth. No test depends on times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {"embed_dim": 32, "vocab_size": 50, "num_layers": 1}
 
 
 def deployed(folder: Path, precision: str = "fp32", data: int = 0, **options: Any) -> Bundle:
-    """A small encoder, with so many cases of data."""
+    """Deploy a small encoder, with `data` cases of real data."""
     options = {**SMALL, **options}
     module, args, shapes = build_model("transformer-encoder", **options)
     others = [build_model("transformer-encoder", **SMALL, num_tokens=9 + i).args for i in range(data)]
@@ -72,7 +72,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def low(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same in bf16."""
+    """The same bundle in bf16."""
     return deployed(tmp_path_factory.mktemp("measure"), "bf16", data=2)
 
 
@@ -154,7 +154,7 @@ def held_to_all(
     cases: bool = True,
     sizes: dict[str, int] | None = None,
 ) -> list[found.Contender]:
-    """The contenders, of which peers take so many times as long as ours."""
+    """Measure contenders, with peers `peers` times as slow as ours."""
 
     def raced(runs: dict[str, Any], rounds: int, *given: Any, **options: Any) -> dict[str, list[list[float]]]:
         return {key: [[peers if key.partition(" ")[0] in PEERS else 1.0]] * rounds for key in runs}
@@ -170,7 +170,7 @@ def held_to_all(
 def test_ours_and_who_is_as_fast_are_held_to_every_case(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, any_sizes: bool, does: str
 ) -> None:
-    """A peer that errs, or fails, in one case that is not timed."""
+    """A peer is wrong, or fails, in one case that is not timed."""
     right = attnforge.load(bundle, "onnxruntime-cpu").run
     every, inputs = bundle.manifest.cases, bundle.manifest.inputs
     timed = case_at(bundle, {})
@@ -194,10 +194,10 @@ def test_ours_and_who_is_as_fast_are_held_to_every_case(
     count = made_for.index(bad) + 1 if does == "fail" else len(made_for)
     assert peer.cases is not None and (peer.cases.held, peer.cases.of) == (count, len(every))
     assert held[-count:] == [case.name for case in made_for[:count]]
-    told = {"well": "None", "err": "error .* is over the budget of", "fail": "where it fails: no such kernel"}[does]
-    assert re.search(told, str(peer.wrong_in)) and (does == "well") == (peer.wrong_in is None)
+    reason = {"well": "None", "err": "error .* is over the budget of", "fail": "where it fails: no such kernel"}[does]
+    assert re.search(reason, str(peer.wrong_in)) and (does == "well") == (peer.wrong_in is None)
     assert does == "well" or str(peer.wrong_in).startswith(f"{bad.name}, ")
-    some = f"held to {len(made_for)} of {len(every)} cases"
+    some = f"checked in {len(made_for)} of {len(every)} cases"
     assert peer.partly == (some if does == "well" and not any_sizes else None)
 
 
@@ -219,7 +219,7 @@ def test_what_fits_no_case_is_held_to_none(bundle: Bundle, monkeypatch: pytest.M
 def test_who_is_as_fast_as_what_is_picked_is_held(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, picked: str, held: bool
 ) -> None:
-    """Though another of ours is faster."""
+    """Even though another of our backends is faster."""
     entries = []
     for name, ms in (("onnxruntime-cpu", 1.0), ("openvino", 3.0), ("eager", 2.0)):
         one = found.Contender(
@@ -238,15 +238,15 @@ def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(
     monkeypatch.setattr(bench, "measure_ceilings", quick_ceilings)
     made = Bundle(shutil.copytree(fixed.path, tmp_path / "copy"))
     made.file(REFERENCE_EXAMPLE).unlink()
-    told: list[str] = []
+    stages: list[str] = []
     with pytest.raises(BundleError, match="example"):
-        attnforge.benchmark(Bundle(made.path, lazily=True), rounds=1, progress=told.append)
-    assert not any(stage.startswith("time") for stage in told)
+        attnforge.benchmark(Bundle(made.path, lazily=True), rounds=1, progress=stages.append)
+    assert not any(stage.startswith("time") for stage in stages)
     assert attnforge.benchmark(Bundle(made.path, lazily=True), ["onnxruntime-cpu"], rounds=1, quick=True).models
 
 
 def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ours is wrong, though it is right in what is timed and was picked."""
+    """Ours is wrong, although it is right on the timed inputs and was picked."""
     real = verify.hold
 
     def hold(of: Bundle, backend: str, *given: Any) -> Any:
@@ -320,7 +320,7 @@ def test_several_precisions_in_one_run(bundle: Bundle, low: Bundle) -> None:
     assert [one.precision for one in model.deployed] == ["fp32", "bf16"]
     budgets = {one.precision: one.budget for one in model.contenders}
     assert budgets["bf16"] > 100 * budgets["fp32"]
-    for one in model.contenders:  # each is held to what is picked at its own precision
+    for one in model.contenders:  # each is compared with the picked backend at its precision
         assert one.ratio is not None and (one.ratio.value == 1) == one.picked
 
 
@@ -357,7 +357,7 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
     stages: list[str] = []
     with pytest.raises(InputError, match="999"):
         attnforge.benchmark(bundle, sizes=[{"tokens": 9}, {"tokens": 999}], progress=stages.append)
-    assert stages == []  # nothing that is lost was measured
+    assert stages == []  # nothing was measured in vain
     with pytest.raises(UsageError, match="a different precision"):
         attnforge.benchmark([bundle, bundle], quick=True)
     with pytest.raises(UnavailableError, match="tensorrt"):
@@ -374,7 +374,7 @@ def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(
         plain = module(*tensors)
         with using_sdpa() as calls:
             fused = module(*tensors)
-        assert len(calls) == 2  # one a layer
+        assert len(calls) == 2  # one per layer
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
         module(*tensors)
         assert len(calls) == 2
@@ -413,7 +413,7 @@ def test_plots_are_overwritten_where_that_is_asked_for(
         assert words in capsys.readouterr().err
 
 
-# --- openings ---------------------------------------------------------------------------------------------------------
+# --- loads ------------------------------------------------------------------------------------------------------------
 
 
 def loaded(bundle: Bundle, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
@@ -423,7 +423,7 @@ def loaded(bundle: Bundle, stack: ExitStack) -> Callable[[dict[str, Array]], dic
 def planted(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], None] = lambda opening: None, **of: Any
 ) -> list[str]:
-    """Two peers are the bundle's backend; `fails` is told of each opening of `eager`. Gives what happens to it."""
+    """Make two peers run the bundle's backend; `fails` is called at each load of `eager`. Return its events."""
     happened: list[str] = []
 
     def open_it(job: PeerJob, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
@@ -457,7 +457,7 @@ def test_rounds_are_shared_out_among_openings(rounds: int, openings: int, shares
 
 
 def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new one before the old one is closed, whose memory it would have again; and in the end all are closed."""
+    """The new one is loaded before the old one is closed, whose memory it would reuse; at the end all are closed."""
     happened, threads = planted(bundle, monkeypatch), torch.get_num_threads()
     model = opened(bundle, 5, 3)
     assert happened == [
@@ -469,7 +469,7 @@ def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatc
 
 
 def test_every_opening_has_an_order_of_its_own(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is opened first is not always the same; the results name contenders in one order all the same."""
+    """The order of loading varies, but the results list contenders in a fixed order."""
     said: list[str] = []
     planted(bundle, monkeypatch)
     named = ["onnxruntime-cpu"], ["eager", "eager-sdpa"]
@@ -492,7 +492,7 @@ def test_what_torch_compiles_stays_open(bundle: Bundle, monkeypatch: pytest.Monk
 
 
 def test_what_fails_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it opened again; the others' rounds still pair."""
+    """It is not loaded again, and the others' rounds still pair."""
 
     def fails(opening: int) -> None:
         if opening == 2:
@@ -516,11 +516,11 @@ def test_what_is_wrong_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatc
 
     monkeypatch.setitem(PEERS, "eager", Peer("planted", make=open_it))
     model = opened(bundle, 2, 2)
-    assert "over the budget" in model.wrong["eager fp32"] and "opening 2 of 2" in model.wrong["eager fp32"]
+    assert "over the budget" in model.wrong["eager fp32"] and "load 2 of 2" in model.wrong["eager fp32"]
     assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "eager-sdpa"}
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- whole runs -------------------------------------------------------------------------------------------------------
 
 
 def quick_ceilings(threads: int) -> limits.Ceilings:
@@ -574,7 +574,7 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
     (tmp_path / "before.json").write_text(json.dumps(before), encoding="utf-8")
     assert found.read(tmp_path / "before.json").models[0].openings == 1
     for other, words in (
-        (text.replace('"schema_version": 1', '"schema_version": 7'), "schema 7"),
+        (text.replace('"schema_version": 1', '"schema_version": 7'), "schema version 7"),
         (text.replace('"models"', '"modles"'), "not a valid results file"),
         ("{", "not a results file"),
     ):
@@ -583,7 +583,7 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
             found.read(tmp_path / "other.json")
 
 
-# --- processes of their own -------------------------------------------------------------------------------------------
+# --- separate processes -----------------------------------------------------------------------------------------------
 
 
 def order(deployed: Bundle, folder: Path, **changes: Any) -> alone.Order:
@@ -595,7 +595,7 @@ def order(deployed: Bundle, folder: Path, **changes: Any) -> alone.Order:
 
 
 def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
-    """Eager holds the scores of 1 × 3 heads × 1600² twice or so, 29 MiB each; attnforge on ONNX Runtime none."""
+    """Eager materialises the scores of 1 × 3 heads × 1600² about twice, 29 MiB each; attnforge does not."""
     options: dict[str, Any] = {"max_image_size": 160, "max_batch": 1, "image_size": 160}
     module, args, shapes = build_model("patch-attention", **options)
     source = Source(kind="registered", name="patch-attention", options=options)
@@ -604,10 +604,10 @@ def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
     ours = alone.measured(order(made, tmp_path, sizes=sizes)).memory
     eager = alone.measured(order(made, tmp_path, sizes=sizes, contender="eager", engine="torch")).memory
     if ours is None or eager is None:
-        pytest.skip("the system does not tell how much memory a process has")
+        pytest.skip("the system does not report a process's memory")
     assert ours.peak_mib - ours.loaded_mib < 25
     assert 29 < eager.peak_mib - eager.loaded_mib < 200
-    assert ours.loaded_mib < eager.loaded_mib  # which has torch
+    assert ours.loaded_mib < eager.loaded_mib  # eager includes torch
 
 
 def loaded_in(run: alone.FreshRun, seconds: float) -> alone.FreshRun:
@@ -618,8 +618,8 @@ def loaded_in(run: alone.FreshRun, seconds: float) -> alone.FreshRun:
 def test_what_takes_long_to_load_is_loaded_twice(
     fixed: Bundle, linear: tuple[nn.Module, Bundle], monkeypatch: pytest.MonkeyPatch, is_fixed: bool
 ) -> None:
-    """And the lesser time is taken. A model of other sizes too is loaded anew for its memory; one of fixed sizes only
-    where loading takes long."""
+    """The shorter time counts. A model of dynamic sizes is loaded again for its memory, one of fixed sizes only if
+    loading takes long."""
     real, seconds = alone.measured, [4.0, 2.0, 0.1, 0.2]
     monkeypatch.setattr(alone, "measured", lambda order: loaded_in(real(order), seconds.pop(0)))
     made = fixed if is_fixed else linear[1]
@@ -724,7 +724,7 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     assert taken.command == f"{COMMAND} suite {' '.join(options_given)}" and f"`{taken.command}`" in text
     for one in taken.models[0].contenders:
         assert (one.cold is not None, one.memory is not None) == (one.ours, one.ours), one.notes
-    for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many quiet rounds
+    for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many rounds without noise
         ms = one.latency.median.value / (4 if one.ours else 1)
         one.latency.rounds = [[ms * (1 + 0.001 * (i % 3))] for i in range(20)]
         one.latency.openings = [5] * 4

@@ -1,5 +1,5 @@
-"""The page of a benchmark: what it answers first, that its numbers are those of the results, and how a browser shows
-it. The figures are made up."""
+"""The page of a benchmark: its first lines, that its numbers equal the results, and how a browser shows it. The figures
+are made up."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def latency(median: float, rounds: int = 20, calls: int = 3) -> Latency:
 
 
 def contender(name: str, precision: str, median: float, picked: float | None = None, **changed: Any) -> Contender:
-    """`picked` is the median of what is picked."""
+    """`picked` is the median of the picked contender."""
     error, budget = ERRORS[precision]
     given: dict[str, Any] = {
         "ours": name in OURS,
@@ -98,7 +98,7 @@ def contender(name: str, precision: str, median: float, picked: float | None = N
 
 
 def model(name: str, medians: dict[str, dict[str, float]], flops: float = 2.4e9, **changed: Any) -> Model:
-    """`medians` is of every precision's contenders, the picked one first."""
+    """`medians` has the contenders of every precision, the picked one first."""
     work = {
         p: Work(
             products={p: int(flops)}, others=10**7, exponentials=10**6, weights=int(5e6), inputs=602112, outputs=10**6
@@ -195,7 +195,7 @@ VIT = {
 
 
 def usual() -> Results:
-    """Two models in two precisions, of which one is best at most things, and one has a faster peer."""
+    """Two models in two precisions: one is best in most respects, one has a faster peer."""
     wrong = {"openvino-plain bf16": "error 4.1e-02, 8.0e-03 is allowed"}
     skipped = {"tensorrt": "no CUDA device", "torch-compile fp32": "no C++ compiler"}
     first = model("patch-attention", PATCH, wrong=wrong, skipped=skipped)
@@ -213,7 +213,7 @@ def said(page: Parsed) -> str:
 
 
 def answer(page: Parsed, name: str, precision: str) -> str:
-    """What the first lines say of one model at one precision."""
+    """Return the first lines about one model at one precision."""
     lines = said(page).partition("and what it costs ")[2].partition("What a precision gains")[0]
     _, found, rest = lines.partition(f"{name}batch 1, tokens 3,136 ")
     assert found
@@ -330,7 +330,7 @@ def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(page: Parsed,
 
 
 def test_that_what_auto_picks_is_wrong_is_a_warning(tmp_path: Path) -> None:
-    """Whether it is faster than what is right or slower."""
+    """Whether it is faster or slower than the right one."""
     for other in (8.0, 12.0):
         found = model("m", {"fp32": {"openvino": 10.0, "onnxruntime-cpu": other}})
         found.contenders[0].cases = Cases(held=14, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
@@ -443,7 +443,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
-    """Of results with nothing, of a model without contenders, and where all that may be missing is."""
+    """In empty results, for a model without contenders, and where all optional figures are missing."""
     bare = model("bare", {"fp32": {"onnxruntime-cpu": 10.0}}, deployed=[], work={}, limit={}, sizes={}, inputs={})
     one = bare.contenders[0]
     one.ratio = one.share = one.cold = one.memory = one.size_mb = None

@@ -1,4 +1,4 @@
-"""Peers that quantise, on a bundle in 8 bits and on one that is not."""
+"""Quantised peers, on an int8 bundle and on an fp32 bundle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_gives_the_answers_of_its_tool(tmp_path: Path) -> None:
         with ExitStack() as stack:
             (answer,) = peer.open(job, stack)(job.feeds).values()
             error = relative_error(answer.astype("float64"), truth.astype("float64"))
-            assert 1e-4 < error < 0.1, (name, error)  # it is quantised, and the same function
+            assert 1e-4 < error < 0.1, (name, error)  # it is quantised, and computes the same function
 
 
 def test_what_they_need_is_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nothing that a manifest names is imported, opened or run unless the caller says that it is trusted."""
+"""Nothing that a manifest names is imported, opened or run unless the caller trusts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOSTILE = (
 
 
 def named(copy: Path, source: Source, *, without_normal: bool = False) -> attnforge.Bundle:
-    """The bundle, with another source in its manifest."""
+    """Return the bundle with a different source in its manifest."""
 
     def change(manifest: Manifest) -> None:
         manifest.source = source
@@ -65,7 +65,7 @@ def test_a_source_that_is_trusted_runs(copy: Path, monkeypatch: pytest.MonkeyPat
         bundle, ["onnxruntime-cpu"], ["eager"], rounds=1, quick=True, trust_source=True
     ).models
     assert {contender.name for contender in model.contenders} == {"onnxruntime-cpu", "eager"}
-    module = Small()  # and who passes the module needs no trust
+    module = Small()  # a passed module needs no trust
     attnforge.benchmark(named(copy, HOSTILE[0]), ["onnxruntime-cpu"], ["eager"], rounds=1, quick=True, module=module)
     assert not Path("ran").exists()
 
@@ -94,7 +94,7 @@ def test_children_import_nothing_from_the_current_folder(booby_trapped: Path, mo
     done = subprocess.run(command(module), input="", capture_output=True, text=True, env=environment(), timeout=120)
     assert "EOF while parsing" in done.stderr or "Expecting value" in done.stderr, done.stderr  # it got so far
     assert not (booby_trapped / "ran").exists()
-    grandchild = [sys.executable, "-c", "import json"]  # which knows nothing of -P
+    grandchild = [sys.executable, "-c", "import json"]  # without -P
     assert subprocess.run(grandchild, env=environment(), timeout=60).returncode == 0
     assert not (booby_trapped / "ran").exists()
 
@@ -117,7 +117,7 @@ def test_a_fresh_process_stands_in_a_folder_of_its_own(booby_trapped: Path, copy
 
 
 def test_a_builder_stands_in_a_folder_of_its_own(booby_trapped: Path, copy: Path) -> None:
-    """By relative paths, as a user beside the bundle gives them."""
+    """With relative paths, as a user in the bundle's folder gives them."""
     pytest.importorskip("tensorrt_rtx")
     specs = attnforge.Bundle(copy).manifest.inputs
     assert build(Path("copy/tensorrt/model.onnx"), "tensorrt_rtx", specs, "fp32").layers

@@ -35,13 +35,13 @@ def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
     assert outcome.against == "openvino fp32 to eager fp32"
     assert isinstance(outcome.measured, Interval) and outcome.measured.value == pytest.approx(1.25)
     assert outcome.holds == "**no**"
-    assert claim.measured_on(model(ours, slow, low)).holds == "yes"  # half of the other's time
+    assert claim.measured_on(model(ours, slow, low)).holds == "yes"  # half of the peer's time
     assert claim.measured_on(model(slow, faster)).holds == "not measured"  # nothing is picked
     assert claim.measured_on(None).holds == "not measured"
 
 
 def test_who_is_wrong_in_another_case_is_passed_over() -> None:
-    """And is named, with what ours is to it."""
+    """And is named, with the ratio of ours to it."""
     ours, fast, right = (contender(n, "fp32", ms, n == "b", n == "b") for n, ms in (("b", 10), ("fast", 8), ("c", 9)))
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     right.cases = Cases(held=2, of=14)
@@ -71,7 +71,7 @@ def test_what_is_passed_over_is_in_the_table() -> None:
 
 
 def test_openings_that_differ_make_a_claim_less_sure() -> None:
-    """Fifteen rounds are sure where they are of one opening; three openings are not."""
+    """Fifteen rounds of one load give a narrow interval; three loads do not."""
     claim = claims.Ratio("m", "fp32", "eager fp32", 1.05)
     ours = contender("openvino", "fp32", 10, True, True)
     ours.latency = latency_of([[11.0]] * 5 + [[10.9]] * 5 + [[10.6]] * 5)
@@ -86,7 +86,7 @@ def test_openings_that_differ_make_a_claim_less_sure() -> None:
     [(0.70, "yes"), (0.73, "within noise"), (0.75, "within noise"), (0.77, "within noise"), (0.90, "**no**")],
 )
 def test_what_is_within_its_interval_may_be_chance(value: float, holds: str) -> None:
-    """On either side of the limit alike."""
+    """On both sides of the limit."""
     measured = Interval(value=value, low=value - 0.05, high=value + 0.05)
     assert Claim("", measured, 0.75).holds == holds
 

@@ -1,4 +1,4 @@
-"""The table of what a deploy may cost: every limit that is not kept stands below it."""
+"""The table of deploy costs: every exceeded limit is listed below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laboratory's command: what it writes of an experiment, prints and ends with; what `--only` keeps."""
+"""The laboratory's command: what it writes and prints, its exit code, and what `--only` keeps."""
 
 from __future__ import annotations
 

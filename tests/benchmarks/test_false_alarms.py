@@ -1,4 +1,4 @@
-"""Models that are deployed rightly pass, whatever they are: a few of those that the benchmark draws."""
+"""Correctly deployed models pass: a sample of the models that the experiment draws."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tests.support.random_models import KINDS, PRECISIONS, Recipe, draw
 SEEDS = (1001, 1005, 1007, 1009, 1010, 1011, 1012, 1015)
 
 HOSTILE_SEEDS = (16, 17, 31, 48, 152, 170, 1005, 1009)
-"""Seeds that were rejected once, and others."""
+"""Seeds that were rejected at some time, and others."""
 
 DECODER_SEEDS = (2, 10)
-"""Rotary positions and attention that writes its caches; learned ones and heads of a size that it does not take."""
+"""Rotary positions and attention that updates its caches; learned positions and an unsupported head size."""
 
 INT8_SEEDS = (2, 3, 4)
-"""One of each kind that has products worth 8 bits."""
+"""One of each kind that has products to quantise."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -87,7 +87,7 @@ def test_a_seed_is_always_the_same_model(draw: Callable[[int], Recipe], make: Ca
 
 
 def test_what_is_said_of_them() -> None:
-    """A rejection comes with its recipe; what eager's precision does not hold is none, nor is what is refused."""
+    """A rejection comes with its recipe; models that overflow or are refused are not rejections."""
     truth, case = np.ones(8), Case(name="normal-opt", sizes={}, kind="normal", seed=1)
 
     def judged(got: float, eager: float) -> list[Comparison]:

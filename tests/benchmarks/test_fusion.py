@@ -1,4 +1,4 @@
-"""The table of fused attention sites: others' optimizers get the graphs and the sizes that they were written for."""
+"""The table of fused attention sites: third-party optimizers get the graphs and sizes that they were written for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark that needs a GPU, as far as that goes without one: what it refuses, records, concludes and writes."""
+"""The GPU benchmark, as far as it can be tested without one: what it refuses, records, concludes and writes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ without_gpu = pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA dev
 
 @pytest.fixture
 def run(tmp_path: Path) -> GpuRun:
-    """On the CPU, with time."""
+    """A run on the CPU, with time left."""
     settings = Settings(
         out=str(tmp_path / "out"), scratch=str(tmp_path), ends=time.time() + 300, place="cpu",
         backends=["onnxruntime-cpu"], quick=True,
@@ -66,13 +66,13 @@ def run(tmp_path: Path) -> GpuRun:
 
 
 def alike(ms: float, noise: float = 0.0) -> Latency:
-    """Calls of so many milliseconds, with an interval of so much to either side."""
+    """Return a latency of `ms` milliseconds, with an interval of `noise` to either side."""
     median = Interval(value=ms, low=ms * (1 - noise), high=ms * (1 + noise))
     return Latency(rounds=[], median=median, min=ms, p90=1.5 * ms, p99=2 * ms, samples=100)
 
 
 def timing(wall: float, device: float | None, noise: float = 0.0, **peers: tuple[float, float]) -> Timing:
-    """Of so many milliseconds, beside peers that take so many end to end and on the device."""
+    """Return a timing in milliseconds, with peers that take the given times end to end and on the device."""
 
     def ratios(ours: float, which: int) -> dict[str, Interval]:
         return {NAMES[name]: alike(ours / times[which], noise).median for name, times in peers.items()}
@@ -177,14 +177,14 @@ print(failed["load"])
 
 
 def test_what_libraries_print_is_kept_beside_the_error(tmp_path: Path) -> None:
-    """Standard error is a file, as it is in the processes of a run."""
+    """Standard error is a file, as in the processes of a run."""
     with (tmp_path / "log").open("ab") as log:
         done = subprocess.run([sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=log, text=True, timeout=60)
     assert done.stdout == "RuntimeError: no provider\nIts log: libcublas.so.13: cannot open\n"
 
 
 def test_a_process_that_dies_takes_one_task_with_it(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It dies of a signal in the first task, loses the device in the second, and ends well."""
+    """It is killed by a signal in the first task, loses the device in the second, and then succeeds."""
     deaths = iter([(-signal.SIGSEGV, "first"), (LOST, None), (0, None)])
 
     def process(settings: Settings, name: str, log: Path) -> int:
@@ -237,7 +237,7 @@ def test_what_a_process_did_not_come_to_is_listed(run: GpuRun, monkeypatch: pyte
 
 
 def test_what_the_models_processes_recorded_is_taken_over(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One did two of its tasks and died, one had no time to begin, and one is left out by `quick`."""
+    """One died after two of its tasks, one had no time to start, and one is left out by `quick`."""
     monkeypatch.setattr(parity, "models", lambda: ["vit", "transformer-encoder", "self-attention"])
 
     def supervise(settings: Settings, name: str) -> None:
@@ -300,7 +300,7 @@ def test_one_model_is_held_to_the_budget(run: GpuRun) -> None:
 
 
 def test_polygraphy_judges_what_it_runs_in_a_process_of_its_own(small: DeploySmall, tmp_path: Path) -> None:
-    """With ONNX Runtime in the place of TensorRT, which needs a GPU."""
+    """With ONNX Runtime instead of TensorRT, which needs a GPU."""
     bundle = small("fp32")
     model = bundle.manifest.targets["onnxruntime"].model
     report = judged(bundle, model, ["--onnxrt"], {}, "onnxruntime-cpu", tmp_path, 120)
@@ -358,7 +358,7 @@ def test_large_models_are_timed_once_they_are_right(run: GpuRun, monkeypatch: py
 
 
 def test_a_large_model_is_exported_small_and_built_at_one_size(run: GpuRun, tmp_path: Path) -> None:
-    """12,544 tokens, of which not one is computed on the CPU."""
+    """With 12,544 tokens, none of which is computed on the CPU."""
     item = Item()
     point = models.PatchPoint("fp16", 448, 8)
     model = models.large_of(Device(run), models.patch_attention, point.precision)
@@ -421,7 +421,7 @@ def test_the_grid() -> None:
 
 
 def results() -> GpuResults:
-    """Of a run in which TensorRT-RTX ran, but not everywhere."""
+    """Return the results of a run in which TensorRT-RTX ran, but not everywhere."""
     ran = {"tensorrt_rtx": passed()}
     refused = {"onnxruntime-cuda": "no CUDAExecutionProvider"}
     environment = {
@@ -527,7 +527,7 @@ def test_a_run_whose_tests_failed_is_no_success(
     code: int | None,
     ends: int,
 ) -> None:
-    """None: there was no time for pytest to end."""
+    """None means that pytest did not end in time."""
 
     def take(settings: Settings, name: str) -> None:
         ended: dict[str, str | bool | int | float | None] = (

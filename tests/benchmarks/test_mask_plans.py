@@ -1,4 +1,4 @@
-"""TensorRT-RTX plans of whole models whose masks hide most: every site fused, and no more scores than are needed."""
+"""TensorRT-RTX plans of whole models whose masks hide most scores: every site is fused, without needless scores."""
 
 from __future__ import annotations
 

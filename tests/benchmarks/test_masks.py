@@ -1,4 +1,4 @@
-"""What is claimed of masks: every limit is held against the fastest peer that is right."""
+"""The claims about masks: every limit is compared with the fastest peer that is right."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def test_results_name_no_temporary_folder() -> None:
 def test_figures_of_other_subjects_are_kept() -> None:
     before = results([model("window", 4096, []), model("causal", 4096, [])], [growth("window", 1, 1, 1)])
     made = Results.model_validate(results([model("window", 8192, [])], [growth("window", 2, 2, 2)]))
-    kept = masks.EXPERIMENT._beside(Results.model_validate(before), made, "window")
+    kept = masks.EXPERIMENT._merged(Results.model_validate(before), made, "window")
     assert [(of.name, of.sizes["tokens"]) for of in kept.models] == [("window", 8192), ("causal", 4096)]
     assert [of.series[0].extra_mib[-1] for of in kept.growth] == [2] and kept.seconds == 2

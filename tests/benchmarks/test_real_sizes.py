@@ -1,4 +1,4 @@
-"""The table of models at published sizes: every failure has its reason, and a step that takes too much is ended."""
+"""The table of models at published sizes: every failure has its reason, and a step beyond its limits is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dims are a batch, and requests that are joined along it."""
+"""Batch dimensions, and requests that are joined along them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_is_wrong_with_a_request_is_its_own_error(session: Session) -> None
 
 
 class NoArray:
-    """What says that it is an array, and is none."""
+    """An object that claims to be an array, but is not."""
 
     shape, dtype = (1, 3, 256), np.dtype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Decoders in servers: whole sequences by a Session, and no graph whose caches nobody would keep."""
+"""Decoders in servers: whole sequences in a Session, and no graphs whose caches the server would not keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's JSON as arrays and back."""
+"""Conversion between the Open Inference Protocol's JSON and arrays."""
 
 from __future__ import annotations
 

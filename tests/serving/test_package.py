@@ -1,4 +1,4 @@
-"""Model repositories for Triton: what is written, what is refused, and that nothing is half written."""
+"""Model repositories for Triton: what is written, what is refused, and that writes are atomic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUICK = Packaging(preferred=())
 
 
 def parsed(folder: Path, model: str) -> Any:
-    """The configuration of a model, every field of which Triton knows."""
+    """Parse the configuration of a model, with fields that Triton knows only."""
     config = model_config_pb2.ModelConfig()
     return text_format.Parse((folder / model / "config.pbtxt").read_text(encoding="utf-8"), config)
 
@@ -187,7 +187,7 @@ def test_weights_in_a_file_of_their_own_lie_beside_the_model(tmp_path: Path, mon
 
 
 def with_plans(copy: Path, *plans: tuple[str, str], flavour: Any = "tensorrt", profiles: int = 1) -> Bundle:
-    """The small bundle with plans of TensorRT that nobody can run: of each the compute capability and the version."""
+    """Return the small bundle with fake TensorRT plans, given by compute capability and version."""
 
     def change(manifest: Manifest) -> None:
         ranges = dict.fromkeys(("batch", "tokens", "pairs"), (1, 2, 4))
@@ -257,7 +257,7 @@ def test_what_a_backend_of_triton_cannot_have_is_refused_in_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "other"}
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- repositories -----------------------------------------------------------------------------------------------------
 
 
 def test_the_bundle_is_whole_in_its_version(small: DeploySmall, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bundles in Polygraphy: the runner, the folder that runs are held to, and that both say what verify says."""
+"""Bundles in Polygraphy: the runner, the folder for checking runs, and that both agree with verify."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def runner(bundle: Path) -> list[object]:
 
 
 def alone(*words: object) -> subprocess.CompletedProcess[str]:
-    """A command of Polygraphy's, as a user gives it."""
+    """Run a Polygraphy command as a user would."""
     command = [str(Path(sys.executable).with_name("polygraphy")), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -149,7 +149,7 @@ def test_a_signature_stays_good_and_is_asked_for(copy: Path, tmp_path: Path, mon
 
 
 def test_polygraphy_compares_onnxruntime_with_the_bundle(held: Path, tmp_path: Path) -> None:
-    """As a user gives the command, whose plugin comes by the package's entry point."""
+    """As a user would run it, with the plugin from the package's entry point."""
     model = held / BUNDLE / "onnxruntime/model.onnx"
     done = alone(
         "run", model, "--onnxrt", *runner(held / BUNDLE), "--load-inputs", held / INPUTS,

@@ -1,4 +1,4 @@
-"""Rows as calls of a bundle, without a cluster: batches of every length, rows of several sizes, no batch at all."""
+"""Prediction of rows without a cluster: batches of every length, rows of several sizes, and no batch."""
 
 from __future__ import annotations
 
