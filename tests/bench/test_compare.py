@@ -131,7 +131,7 @@ def opened(rng: np.random.Generator, openings: int, instance: float = 0.03, roun
     return np.exp(of + rng.normal(0, 0.01, rounds))[:, None]
 
 
-def test_one_opening_is_as_before() -> None:
+def test_one_load_is_bootstrapped() -> None:
     rng = np.random.default_rng(5)
     a, b = (rng.lognormal(0, 0.1, (12, 3)).tolist() for _ in range(2))
     assert latency_of(a) == latency_of(a, [12]) and latency_of(a, [12]).openings == []
@@ -142,7 +142,7 @@ def test_one_opening_is_as_before() -> None:
 
 
 @pytest.mark.parametrize("openings", [3, 4, 5])
-def test_intervals_hold_what_another_opening_would_give(openings: int) -> None:
+def test_intervals_cover_what_another_load_would_give(openings: int) -> None:
     """Intervals over rounds only miss the ratio of two contenders whose loads differ by 3% in a third of all runs."""
     rng, of, pairs = np.random.default_rng(openings), shared(24, openings), 200
     calls = [[opened(rng, openings).tolist() for _ in range(2)] for _ in range(pairs)]
@@ -151,7 +151,7 @@ def test_intervals_hold_what_another_opening_would_give(openings: int) -> None:
     assert np.mean([holds(ratio_of(a, b), 1.0) for a, b in calls]) <= 0.75
 
 
-def test_openings_that_are_alike_cost_little() -> None:
+def test_similar_loads_widen_intervals_little() -> None:
     rng, of = np.random.default_rng(6), shared(24, 4)
     calls = [[opened(rng, 4, instance=0.0).tolist() for _ in range(2)] for _ in range(60)]
     widths = np.array([[width(ratio_of(a, b, of)), width(ratio_of(a, b))] for a, b in calls]).mean(axis=0)
@@ -161,7 +161,7 @@ def test_openings_that_are_alike_cost_little() -> None:
 
 
 @pytest.mark.parametrize("openings", [[1, 1], [2, 2], [3, 0], [4, -1]])
-def test_what_are_no_openings(openings: list[int]) -> None:
+def test_invalid_loads(openings: list[int]) -> None:
     with pytest.raises(UsageError, match="do not add up to 3"):
         latency_of([[1.0]] * 3, openings)
 
@@ -319,7 +319,7 @@ def test_a_tenth_slower_is_found(noise: Noise, least: float) -> None:
 
 
 @pytest.mark.parametrize("openings", [3, 4, 5])
-def test_openings_that_differ_are_no_regression(openings: int) -> None:
+def test_differing_loads_are_no_regression(openings: int) -> None:
     """Loads of equal code differ by 3% within a run; code that is 10% slower, with loads 1% apart, is found."""
     names, slower = OURS[:8] + PEERS, {f"backend{i}": 1.1 for i in range(4)}
     found, pairs = 0, 30
@@ -336,7 +336,7 @@ def test_openings_that_differ_are_no_regression(openings: int) -> None:
     assert found >= 0.75 * 4 * pairs
 
 
-def test_another_number_of_openings_is_noted() -> None:
+def test_a_different_number_of_loads_is_noted() -> None:
     old, new = (run(model([contender("b", openings=of), contender("eager", openings=of)])) for of in ([], [4, 4]))
     assert compare(new, new).notes == []
     (note,) = compare(old, new).notes

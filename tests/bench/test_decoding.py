@@ -192,7 +192,7 @@ def test_a_window_limits_the_cache_that_is_read_and_the_bundle_alone_is_enough(
     assert results.limits[20].cache == 11 * results.limits[4].cache / 4
 
 
-def test_a_dear_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expensive_reference_is_eager(own: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_OPERATIONS", 0)
     for at_hand in (True, False):
         monkeypatch.setattr(decoding, "is_at_hand", lambda job, at_hand=at_hand: at_hand)
@@ -302,7 +302,7 @@ def figures(contenders: list[dict[str, Any]], wrong: dict[str, str]) -> dict[str
     }  # fmt: skip
 
 
-def test_claims_are_held_against_eager_the_best_right_peer_and_the_limit() -> None:
+def test_claims_compare_with_eager_the_best_right_peer_and_the_limit() -> None:
     ours = contender("onnxruntime-cpu", 10.0, ours=True)
     peers = [contender("eager-static", 20.0), contender("onnxruntime-concat", 9.0), contender("torch-compile", 30.0)]
     measured = figures([ours, *peers], {"eager-dynamic": "error 1 is over the budget"})

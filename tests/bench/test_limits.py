@@ -135,7 +135,7 @@ def test_a_bundles_graph_is_counted(registered: Deploy) -> None:
     assert 0 <= work.weights - 2 * 3 * 64 * 64 < FEW
 
 
-def test_products_are_told_apart_by_precision() -> None:
+def test_products_are_counted_by_precision() -> None:
     sizes = {"batch": 2}
     single = counted(vit(), sizes)
     low, both = vit().model.clone(), vit().model.clone()

@@ -167,7 +167,7 @@ def held_to_all(
 
 @pytest.mark.parametrize("any_sizes", [True, False])
 @pytest.mark.parametrize("does", ["well", "err", "fail"])
-def test_ours_and_who_is_as_fast_are_held_to_every_case(
+def test_ours_and_peers_as_fast_are_checked_in_every_case(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, any_sizes: bool, does: str
 ) -> None:
     """A peer is wrong, or fails, in one case that is not timed."""
@@ -201,13 +201,13 @@ def test_ours_and_who_is_as_fast_are_held_to_every_case(
     assert peer.partly == (some if does == "well" and not any_sizes else None)
 
 
-def test_who_is_slower_is_not_held_to_every_case(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_peers_are_not_checked_in_every_case(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     for times, cases, held in ((1.0, True, [True, True]), (1.1, True, [True, False]), (1.0, False, [False, False])):
         contenders = held_to_all([bundle], ["eager"], monkeypatch, times, cases)
         assert [one.cases is not None for one in contenders] == held
 
 
-def test_what_fits_no_case_is_held_to_none(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_fits_no_case_is_checked_in_none(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attnforge.load(bundle, "onnxruntime-cpu").run
     monkeypatch.setitem(PEERS, "eager", Peer("planted", make=lambda job, stack: right, any_sizes=False))
     _, peer = held_to_all([bundle], ["eager"], monkeypatch, sizes={"batch": 3, "tokens": 11})
@@ -216,7 +216,7 @@ def test_what_fits_no_case_is_held_to_none(bundle: Bundle, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("picked", "held"), [("onnxruntime-cpu", False), ("openvino", True)])
-def test_who_is_as_fast_as_what_is_picked_is_held(
+def test_a_peer_as_fast_as_the_picked_backend_is_checked(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, picked: str, held: bool
 ) -> None:
     """Even though another of our backends is faster."""
@@ -232,7 +232,7 @@ def test_who_is_as_fast_as_what_is_picked_is_held(
     assert [one.cases is not None for _, one in entries] == [True, True, held]
 
 
-def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(
+def test_a_missing_reference_file_is_reported_before_anything_is_timed(
     fixed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "measure_ceilings", quick_ceilings)
@@ -245,7 +245,7 @@ def test_a_reference_file_that_is_gone_is_told_before_anything_is_timed(
     assert attnforge.benchmark(Bundle(made.path, lazily=True), ["onnxruntime-cpu"], rounds=1, quick=True).models
 
 
-def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_ours_is_wrong_every_peer_is_checked(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is wrong, although it is right on the timed inputs and was picked."""
     real = verify.hold
 
@@ -259,7 +259,7 @@ def test_where_ours_is_wrong_every_peer_is_held(bundle: Bundle, monkeypatch: pyt
     assert ours.wrong_in == "planted" and peer.cases is not None and peer.wrong_in is None
 
 
-def test_cases_of_real_data_and_of_two_precisions_are_held(
+def test_cases_of_real_data_and_of_two_precisions_are_checked(
     bundle: Bundle, low: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [bundle, low]
@@ -364,9 +364,7 @@ def test_what_cannot_be_meant(bundle: Bundle, tmp_path: Path) -> None:
         attnforge.benchmark(bundle, ["tensorrt"], quick=True)
 
 
-def test_torchs_attention_takes_the_place_of_ours_and_gives_it_back(
-    bundle: Bundle, fixed: Bundle, tmp_path: Path
-) -> None:
+def test_torchs_attention_replaces_ours_and_is_removed_again(bundle: Bundle, fixed: Bundle, tmp_path: Path) -> None:
     module = build_model("transformer-encoder", **SMALL | {"num_layers": 2}).module.eval()
     job = job_of(bundle, tmp_path, batch=2, tokens=6)
     tensors = [torch.from_numpy(array) for array in job.feeds.values()]
@@ -452,11 +450,11 @@ def opened(bundle: Bundle, rounds: int, openings: int) -> found.Model:
 
 
 @pytest.mark.parametrize(("rounds", "openings", "shares"), [(5, 3, [2, 2, 1]), (24, 4, [6] * 4), (2, 9, [1, 1])])
-def test_rounds_are_shared_out_among_openings(rounds: int, openings: int, shares: list[int]) -> None:
+def test_rounds_are_split_between_loads(rounds: int, openings: int, shares: list[int]) -> None:
     assert Experiment([], None, [], rounds, 1, openings=openings).shares == shares
 
 
-def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contender_is_loaded_again_for_its_share(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is loaded before the old one is closed, whose memory it would reuse; at the end all are closed."""
     happened, threads = planted(bundle, monkeypatch), torch.get_num_threads()
     model = opened(bundle, 5, 3)
@@ -468,7 +466,7 @@ def test_every_contender_is_opened_anew_for_its_share(bundle: Bundle, monkeypatc
     assert all(one.error > 0 and one.notes == [] for one in model.contenders)
 
 
-def test_every_opening_has_an_order_of_its_own(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_load_has_its_own_order(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of loading varies, but the results list contenders in a fixed order."""
     said: list[str] = []
     planted(bundle, monkeypatch)
@@ -491,7 +489,7 @@ def test_what_torch_compiles_stays_open(bundle: Bundle, monkeypatch: pytest.Monk
     assert notes == {"onnxruntime-cpu": [], "eager-sdpa": []}
 
 
-def test_what_fails_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_a_later_load_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not loaded again, and the others' rounds still pair."""
 
     def fails(opening: int) -> None:
@@ -506,7 +504,7 @@ def test_what_fails_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: 
     assert all(one.ratio is not None for one in model.contenders)
 
 
-def test_what_is_wrong_in_a_later_opening_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_in_a_later_load_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(bundle, monkeypatch)
     factors = iter([1.0, 1.001])
 
@@ -680,7 +678,7 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 # --- the suite --------------------------------------------------------------------------------------------------------
 
 
-def test_the_results_page_has_a_place_for_every_table_of_the_suite(tmp_path: Path) -> None:
+def test_the_results_page_has_marks_for_every_table_of_the_suite(tmp_path: Path) -> None:
     names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
     page = Path(shutil.copy(Path(__file__).parents[2] / "docs/results.md", tmp_path))
     assert [name for name in names if not pages.put("", name, RESULTS / "suite.json", page)] == []

@@ -35,7 +35,7 @@ def test_each_gives_the_answers_of_its_tool(tmp_path: Path) -> None:
             assert 1e-4 < error < 0.1, (name, error)  # it is quantised, and computes the same function
 
 
-def test_what_they_need_is_told(tmp_path: Path) -> None:
+def test_missing_requirements_are_reported(tmp_path: Path) -> None:
     plain = job_of(deployed(tmp_path / "fp32", precision="fp32"), tmp_path)
     without = job_of(deployed(tmp_path / "int8", max_error=0.05), tmp_path)
     for name, peer in QUANTISED.items():
@@ -53,7 +53,7 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
         QUANTISED["torchao-int8"].open(job, stack)
 
 
-def test_a_size_without_stored_outputs_is_held_to_the_same_q_dq(tmp_path: Path) -> None:
+def test_a_size_without_stored_outputs_is_checked_against_the_same_q_dq(tmp_path: Path) -> None:
     bundle = deployed(tmp_path / "b", max_error=0.05)
     sizes = {"batch": 3, "tokens": 23}
     assert not any(case.sizes == sizes for case in bundle.manifest.cases)

@@ -27,7 +27,7 @@ def results_of(found: Model) -> Results:
     return Results(command="c", created="-", seconds=1, environment=here, models=[found])
 
 
-def test_what_auto_picks_is_held_to_the_fastest_of_the_others() -> None:
+def test_what_auto_picks_is_compared_with_the_fastest_of_the_others() -> None:
     claim = claims.Ratio("m", "fp32", "fp32", 1.05)
     ours, slow = contender("openvino", "fp32", 10, True, True), contender("onnxruntime-cpu", "fp32", 20, True)
     faster, low = contender("eager", "fp32", 8), contender("eager", "bf16", 1)
@@ -70,7 +70,7 @@ def test_what_is_passed_over_is_in_the_table() -> None:
     assert line.endswith("| yes |")
 
 
-def test_openings_that_differ_make_a_claim_less_sure() -> None:
+def test_differing_loads_widen_a_claims_interval() -> None:
     """Fifteen rounds of one load give a narrow interval; three loads do not."""
     claim = claims.Ratio("m", "fp32", "eager fp32", 1.05)
     ours = contender("openvino", "fp32", 10, True, True)

@@ -30,13 +30,13 @@ def test_limits_that_are_kept() -> None:
     assert len(lines) == 6
 
 
-def test_every_limit_that_is_broken_is_told() -> None:
+def test_every_exceeded_limit_is_reported() -> None:
     again = {"stages": {"export": 7.5}}
     slow = record(deploy={"seconds": 40.0, "peak": 2 * GIB}, again=again)
     large = record(deploy={"seconds": 70.0, "peak": 14 * GIB}, verify={"peak": 9 * GIB})
-    anew = record(again=again)
+    usual = record(again=again)
     failed = record(deploy={"failed": "more than 20 GiB"})
-    models = dict(zip([LIMITS[i].title for i in (0, 4, -2, -1)], [anew, slow, large, failed], strict=True))
+    models = dict(zip([LIMITS[i].title for i in (0, 4, -2, -1)], [usual, slow, large, failed], strict=True))
     lines = table({"models": models, **ABOUT}).splitlines()
     assert [line.partition(": ")[2] for line in lines if line.startswith("- ")] == [
         "deploy: more than 20 GiB",

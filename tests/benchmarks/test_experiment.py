@@ -44,7 +44,9 @@ def ended_with(arguments: Sequence[str]) -> int:
     return int(ended.value.code or 0)
 
 
-def test_figures_are_written_and_only_some_are_taken_anew(squares: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_written_and_only_some_are_measured_again(
+    squares: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ended_with([]) == 0
     written = json.loads(squares.read_bytes())
     assert written["models"] == {"a": 2, "ab": 6} and written["command"] == "python -m benchmarks run overhead"

@@ -31,7 +31,7 @@ def test_a_torchscript_export_keeps_names_and_dynamic_dims(tmp_path: Path) -> No
         assert given.type.tensor_type.shape.dim[1].dim_value == 8
 
 
-def test_the_optimizer_fuses_a_torchscript_graph_whose_heads_it_is_told(tmp_path: Path) -> None:
+def test_the_optimizer_fuses_a_torchscript_graph_given_its_heads(tmp_path: Path) -> None:
     bert, file = build("bert", "eager"), tmp_path / "bert.onnx"
     captured = capture(*bert, precision_named("fp32"))
     canonicalize(captured.model)

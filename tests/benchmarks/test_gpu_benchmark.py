@@ -176,7 +176,7 @@ print(failed["load"])
 """
 
 
-def test_what_libraries_print_is_kept_beside_the_error(tmp_path: Path) -> None:
+def test_what_libraries_print_is_kept_with_the_error(tmp_path: Path) -> None:
     """Standard error is a file, as in the processes of a run."""
     with (tmp_path / "log").open("ab") as log:
         done = subprocess.run([sys.executable, "-c", LOUD], stdout=subprocess.PIPE, stderr=log, text=True, timeout=60)
@@ -289,7 +289,7 @@ def test_the_tests_that_need_a_gpu_are_found() -> None:
 # What can be computed on the CPU
 
 
-def test_one_model_is_held_to_the_budget(run: GpuRun) -> None:
+def test_one_model_is_checked_against_the_budget(run: GpuRun) -> None:
     tasks = dict(parity.parity_of(Device(run), "multi-head-attention"))
     assert list(tasks) == [
         f"multi-head-attention, {which}" for which in ("fp16", "fp32", "fp16, torch", "fp32, torch")

@@ -56,7 +56,7 @@ def results(models: list[dict[str, Any]], grown: list[Growth]) -> dict[str, Any]
     }  # fmt: skip
 
 
-def test_the_fastest_right_peer_counts_and_what_is_broken_is_told() -> None:
+def test_the_fastest_right_peer_counts_and_exceeded_limits_are_reported() -> None:
     ours, wrong = contender("onnxruntime-cpu", 1.0, ours=True), contender("torch-compile", 1.0, wrong="extremes")
     peers = [contender("eager", 5.0), contender("openvino-plain", 4.0), contender("ort-fusions", None), wrong]
     kept = model("window", 4096, [ours, contender("openvino", 0.9, ours=True), *peers])

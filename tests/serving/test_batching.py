@@ -46,7 +46,7 @@ ALONE: dict[str, tuple[list[TensorSpec], list[TensorSpec], str]] = {
     "another factor": ([tensor(DimSpec(symbol="batch", factor=2, min=2, opt=2, max=8))], [], "does not lead"),
     "an output of twice as many": ([tensor(BATCH)], [tensor(DimSpec(symbol="batch", factor=2))], "does not lead"),
     "an expression": ([tensor(BATCH)], [tensor(DimSpec(symbol="batch + 1"))], "does not lead"),
-    "behind": ([tensor(TOKENS, BATCH)], [tensor(BATCH, TOKENS)], "does not lead with tokens"),
+    "after another dim": ([tensor(TOKENS, BATCH)], [tensor(BATCH, TOKENS)], "does not lead with tokens"),
     "twice": ([tensor(BATCH, BATCH)], [tensor(BATCH)], "has batch in a further dim"),
     "in an expression": ([tensor(BATCH)], [tensor(BATCH, DimSpec(symbol="4*batch"))], "has batch in a further dim"),
     "two at least": ([tensor(DimSpec(symbol="batch", min=2, opt=2, max=8))], [], "batch is at least 2"),

@@ -175,7 +175,7 @@ def runs(file: Path) -> Callable[[Any], dict[str, Any]]:
     return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
 
 
-def test_weights_in_a_file_of_their_own_lie_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_a_separate_file_are_next_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of the model's name: Triton gives its backend that folder's path."""
     monkeypatch.setattr(saving, "SHELVED", 2**10)
     module, args, shapes = small_example()
@@ -295,7 +295,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names_in(folder)}
 
 
-def test_another_version_and_another_model_come_beside(standing: Path, small: DeploySmall) -> None:
+def test_another_version_and_another_model_are_added(standing: Path, small: DeploySmall) -> None:
     before = contents(standing)
     made = package([small("fp32"), small("fp16")], standing, Packaging(preferred=(), version=2))
     assert [(model.name, model.version, model.kept) for model in made] == [

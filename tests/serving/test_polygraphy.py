@@ -162,7 +162,7 @@ def test_polygraphy_compares_onnxruntime_with_the_bundle(held: Path, tmp_path: P
     assert errors == {verified(Bundle(held / BUNDLE)).error}
 
 
-def test_a_run_is_held_to_the_budget_case_by_case(held: Path) -> None:
+def test_a_run_is_checked_against_the_budget_case_by_case(held: Path) -> None:
     code, printed = polygraphy("run", held / BUNDLE / "onnxruntime/model.onnx", "--onnxrt", *budget_options(held))
     assert code == 0, printed
     for case in Bundle(held / BUNDLE).manifest.cases:

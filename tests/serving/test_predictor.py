@@ -26,13 +26,13 @@ DIGITS = "patch-attention-digits"
 
 @pytest.fixture
 def digits(registered: Deploy) -> Handle:
-    """Of a model that takes 1 to 32 images."""
+    """A handle of a model that takes 1 to 32 images."""
     return handle_of(registered(DIGITS, "fp32"))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of every call's first input."""
+    """Record the length of every call's first input."""
     lengths: list[int] = []
     run = Session.run
 
@@ -144,7 +144,7 @@ def ragged(rows: list[Array]) -> Array:
 
 
 class Scored(nn.Module):
-    """Attention with a score a sample; `mixed` makes every sample's the mean of all."""
+    """Attention with one score per sample; `mixed` makes every sample's score the mean of all."""
 
     def __init__(self, mixed: bool = False) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ Scores = Callable[[bool, Dim | None], Handle]
 
 @pytest.fixture
 def scored(tmp_path: Path) -> Scores:
-    """`scored(mixed, batch)`: such a model, with a batch of four where there is no dim."""
+    """`scored(mixed, batch)`: such a model, with a batch of four if there is no dynamic dim."""
 
     def deploy(mixed: bool, batch: Dim | None) -> Handle:
         shapes = ({0: batch},) if batch is not None else None
@@ -214,7 +214,7 @@ def test_bfloat16_is_float32_in_rows(small: DeploySmall) -> None:
     assert outputs.dtype == np.float32 and outputs.shape == (1, 3, 4, 16)
 
 
-# --- what is wrong with rows ------------------------------------------------------------------------------------------
+# --- invalid rows -----------------------------------------------------------------------------------------------------
 
 
 def test_wrong_rows_are_refused_in_one_line(digits: Handle) -> None:

@@ -1,5 +1,5 @@
-"""A Ray cluster of this machine: rows and requests are right and complete, also where an actor or a replica is killed;
-what is wrong with a request; unsigned bundles, of which the page of Ray shows an actor; metrics."""
+"""A local Ray cluster: rows and requests are right and complete, even if an actor or a replica is killed; invalid
+requests; unsigned bundles, of which the Ray guide shows an actor; metrics."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ REPLICA = "ray::ServeReplica"
 
 @pytest.fixture(scope="module")
 def unsigned(registered: Deploy) -> Bundle:
-    """Of a model that takes 1 to 8 images (3, 32, 32)."""
+    """A bundle of a model that takes 1 to 8 images (3, 32, 32)."""
     return registered("vit", "fp32")
 
 
 @pytest.fixture(scope="module")
 def signed(unsigned: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
-    """The same, signed by the key that is trusted in all of these tests."""
+    """The same bundle, signed by the key that all these tests trust."""
     folder = tmp_path_factory.mktemp("signed")
     copy = Bundle(shutil.copytree(unsigned.path, folder / "vit"))
     key = new_key(folder / "maker.key")
@@ -66,7 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def expected(signed: Bundle, files: list[Path]) -> Array:
-    """What one Session answers to every tile."""
+    """The answers of one Session to all tiles."""
     with attnforge.load(signed, "onnxruntime-cpu", threads=1) as session:
         return np.concatenate([session(rows["image"]) for rows in batches_of(files, SAMPLES)])
 
@@ -110,7 +110,7 @@ Answer = tuple[int, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Of Ray Serve, on 127.0.0.1."""
+    """The address of Ray Serve, on 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         number = int(free.getsockname()[1])
     serve.start(http_options={"host": "127.0.0.1", "port": number})
@@ -120,7 +120,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def handle(signed: Bundle, port: int) -> Any:
-    """Of two replicas."""
+    """A handle of two replicas."""
     application = PredictorDeployment.options(
         num_replicas=2, health_check_period_s=1, ray_actor_options={"num_cpus": 0.5}
     )
@@ -129,7 +129,7 @@ def handle(signed: Bundle, port: int) -> Any:
 
 @pytest.fixture
 def post(handle: Any, port: int) -> Callable[[Any], Answer]:
-    """`post(document)`: the answer's code and document."""
+    """`post(document)` returns the answer's status code and document."""
 
     def ask(document: Any) -> Answer:
         body = document if isinstance(document, bytes) else json.dumps(document).encode()
@@ -148,7 +148,7 @@ def images(files: list[Path], count: int) -> Array:
 
 
 def test_what_is_wrong_with_a_request_is_its_own_error(handle: Any, files: list[Path], expected: Array) -> None:
-    """Requests that come together are joined; each gets its own answer."""
+    """Concurrent requests are joined; each gets its own answer."""
     image = images(files, 12)
     good = [handle.predict.remote({"image": image[place : place + 1]}) for place in range(12)]
     wrong = [
@@ -186,7 +186,7 @@ def test_answers_over_http(post: Callable[[Any], Answer], files: list[Path], exp
         assert code == 400 and re.search(words, answer["error"]), answer
 
 
-def test_a_replica_killed_under_load_costs_what_it_held(handle: Any, files: list[Path], expected: Array) -> None:
+def test_a_replica_killed_under_load_loses_only_its_requests(handle: Any, files: list[Path], expected: Array) -> None:
     inputs = [{"image": image[None]} for image in images(files, 100)]
     answers = [row[None] for row in expected[:100]]
     load = Load()

@@ -1,5 +1,5 @@
-"""A real Triton server: every reference case over HTTP and gRPC, what is wrong with a request, versions, altered and
-unsigned bundles."""
+"""A real Triton server: every reference case over HTTP and gRPC, invalid requests, versions, altered and unsigned
+bundles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ by_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
 COUNTED = 10.0
-"""Seconds within which a server has counted the answers that it gave."""
+"""Seconds within which a server updates the counts of its answers."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def bundles(registered: Deploy, small: DeploySmall) -> dict[str, Bundle]:
 
 @pytest.fixture(scope="module")
 def server(bundles: dict[str, Bundle], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with these models, which loads others where it is asked to."""
+    """A server with these models, which loads others on request."""
     folder = tmp_path_factory.mktemp("triton")
     package(list(bundles.values()), folder / "repository", QUICK)
     options = ["--model-control-mode=explicit", "--load-model=*"]
@@ -89,7 +89,7 @@ def test_every_reference_case_is_answered_within_the_budget(
 
 
 class Scored(nn.Module):
-    """Attention whose outputs are a number a sample and, where it is asked, one number."""
+    """Attention whose outputs are one number per sample and, optionally, one number."""
 
     def __init__(self, in_all: bool) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Scored(nn.Module):
 def test_numbers_without_further_dims_keep_their_shape(
     server: Server, tmp_path: Path, repository: Path, in_all: bool, shapes: list[tuple[int, ...]]
 ) -> None:
-    """Triton wants a dim of every tensor: a sample's number has one for its clients, and so has a number alone."""
+    """Triton requires a dim of every tensor: for clients, a number per sample has one, and so has a single number."""
     batch = Dim("batch", min=1, max=4)
     bundle = attnforge.deploy(
         Scored(in_all), (torch.randn(2, 5, 8), torch.rand(2)), tmp_path / "bundle",
@@ -174,7 +174,7 @@ def test_sizes_that_the_profile_does_not_take_are_the_requests_own_error(server:
 
 
 def test_requests_at_once_are_joined_and_each_gets_its_own_answer(server: Server, bundles: dict[str, Bundle]) -> None:
-    """Of sizes that differ, one of which is wrong."""
+    """Requests of different sizes, one of which is invalid."""
     name, rng = "cross-attention-fp16", np.random.default_rng(0)
     requests = [
         {
@@ -251,10 +251,10 @@ def test_the_servers_metrics_have_the_memory_of_every_model(server: Server, bund
     assert any(line.startswith(f'nv_inference_exec_count{{model="{DIGITS}"') for line in lines)
 
 
-# --- versions, and what keeps a model from being ready ----------------------------------------------------------------
+# --- versions, and models that do not become ready --------------------------------------------------------------------
 
 
-def test_a_second_version_answers_beside_the_first(
+def test_a_second_version_answers_alongside_the_first(
     server: Server, bundles: dict[str, Bundle], repository: Path
 ) -> None:
     first = {file: file.read_bytes() for file in (repository / DIGITS).rglob("*") if file.is_file()}
@@ -287,7 +287,7 @@ def add(server: Server, copy: Path, repository: Path) -> Iterator[Callable[[str]
 def test_an_altered_bundle_keeps_its_model_from_ready(server: Server, add: Callable[[str], Path], file: str) -> None:
     altered = add("altered") / file
     data = bytearray(altered.read_bytes())
-    data[0 if file == "manifest.json" else len(data) // 2] ^= 1  # no digest tells a manifest with another number
+    data[0 if file == "manifest.json" else len(data) // 2] ^= 1  # no digest covers a digit of the manifest
     altered.write_bytes(data)
     before = len(server.text())
     with client_of(server, "http") as client:
@@ -309,7 +309,7 @@ def test_another_backend_of_the_session(server: Server, add: Callable[[str], Pat
 
 
 def test_trust(copy: Path, tmp_path: Path) -> None:
-    """Where the server's environment names keys, an unsigned bundle is not served, and the log says why."""
+    """If the server's environment names keys, an unsigned bundle is not served, and the log says why."""
     unsigned = Path(shutil.copytree(copy, tmp_path / "unsigned"))
     key = new_key(tmp_path / "maker.key")
     sign(copy, key)

@@ -117,7 +117,7 @@ class Peer(Generic[T]):
 
     Attributes:
         what: one-line description.
-        engine: name of the engine that runs its file (:data:`ENGINES`), or of the library behind what `make` returns.
+        engine: name of the engine that runs its file (:data:`ENGINES`), or of the library that `make` uses.
         file: writes its file, once; raises any error of the tool that refuses the model.
         make: returns its runner, for a peer without a file.
         any_sizes: whether it runs at other sizes than those of the job.
