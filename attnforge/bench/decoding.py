@@ -155,19 +155,19 @@ def measure_decoding(
     return finished(results, start)
 
 
-def _fitting(what: str, asked: Sequence[int] | None, usual: Sequence[int], most: int, places: int) -> list[int]:
+def _fitting(what: str, asked: Sequence[int] | None, usual: Sequence[int], most: int, capacity: int) -> list[int]:
     """Return the numbers of tokens that fit in the caches, ascending.
 
     Raises:
         UsageError: a requested number does not fit, or none does.
     """
     if most < 1:
-        raise UsageError(f"the caches hold {places} tokens, too few to time {STEPS + 1} steps after a context")
+        raise UsageError(f"the caches hold {capacity} tokens, too few to time {STEPS + 1} steps after a context")
     if asked is None:
         return [tokens for tokens in usual if tokens <= most] or [most]
     if not asked or min(asked) < 1 or max(asked) > most:
         wrong = next((tokens for tokens in asked if not 1 <= tokens <= most), "none")
-        raise UsageError(f"{what}: {wrong} given; the caches hold {places} tokens, so give 1 to {most}")
+        raise UsageError(f"{what}: {wrong} given; the caches hold {capacity} tokens, so give 1 to {most}")
     return sorted(set(asked))
 
 

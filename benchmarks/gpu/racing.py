@@ -48,14 +48,14 @@ class Racer:
     Attributes:
         opened: the contender.
         ready_seconds: time from the start of loading to the first output.
-        held: bytes of device memory that this took, where the system reports it.
+        taken: bytes of device memory that this took, where the system reports it.
         peak: peak bytes that torch's allocator added.
         host_ms: milliseconds until a call returns.
     """
 
     opened: OpenContender
     ready_seconds: float
-    held: float | None
+    taken: float | None
     peak: float | None
     host_ms: float = 0.0
 
@@ -96,9 +96,9 @@ def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContende
         if not is_right(answer):
             return None
         del answer
-        held = before - after if before is not None and after is not None else None
+        taken = before - after if before is not None and after is not None else None
         host = statistics.median(device.host_ms(opened.call) for _ in range(3))
-        return Racer(opened, seconds, held, None if opened.session else peak, host)
+        return Racer(opened, seconds, taken, None if opened.session else peak, host)
 
     racer = attempt(item.failed, name, open_racer)
     if racer is None and device.on_cuda and not device_lost():
@@ -154,7 +154,7 @@ def race(
             ready_seconds=racer.ready_seconds,
             ratios=ratios(name, wall),
             device_ratios=ratios(name, on_device),
-            held_mib=mib(racer.held),
+            held_mib=mib(racer.taken),
             peak_mib=mib(racer.peak),
             session_mib=mib((memory.weights or 0) + (memory.activations or 0) + memory.buffers) if memory else None,
         )

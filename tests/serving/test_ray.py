@@ -110,7 +110,7 @@ Answer = tuple[int, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """The address of Ray Serve, on 127.0.0.1."""
+    """The port of Ray Serve on 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         number = int(free.getsockname()[1])
     serve.start(http_options={"host": "127.0.0.1", "port": number})

@@ -55,12 +55,12 @@ class OfTransformers:
 
     Args:
         model: model of transformers, with a language-model head.
-        places: capacity of a static cache; None for a growing cache.
+        capacity: capacity of a static cache; None for a growing cache.
         is_compiled: whether steps of one token run through `torch.compile`.
     """
 
-    def __init__(self, model: Any, places: int | None, is_compiled: bool) -> None:
-        self._model, self._places = model, places
+    def __init__(self, model: Any, capacity: int | None, is_compiled: bool) -> None:
+        self._model, self._capacity = model, capacity
         self._step: Callable[..., Any] = torch.compile(model.forward, dynamic=False) if is_compiled else model
         self._marks: list[dict[str, Any]] = []
         self.reset()
@@ -69,10 +69,10 @@ class OfTransformers:
         from transformers import DynamicCache, StaticCache
 
         config = self._model.config
-        if self._places is None:
+        if self._capacity is None:
             self._cache: Any = DynamicCache(config=config)
         elif not hasattr(self, "_cache"):
-            self._cache = StaticCache(config=config, max_cache_len=self._places)
+            self._cache = StaticCache(config=config, max_cache_len=self._capacity)
         else:  # its memory stays: compiled code refers to its address
             self._cache.reset()
 
@@ -110,10 +110,10 @@ def _kept(value: Any, name: str, layer: str) -> Any:
 class OfAttnforge(Counting):
     """:class:`attnforge.model.decoder.Decoder` with its cache; all rows have the same length."""
 
-    def __init__(self, module: Decoder, batch: int, places: int, is_compiled: bool) -> None:
+    def __init__(self, module: Decoder, batch: int, capacity: int, is_compiled: bool) -> None:
         super().__init__()
-        places = min(places, module.sizes.max_tokens)
-        self._module, self._cache = module, module.empty_cache(batch, places)
+        capacity = min(capacity, module.sizes.max_tokens)
+        self._module, self._cache = module, module.empty_cache(batch, capacity)
         self._logits: Callable[..., Tensor] | None = (
             torch.compile(module.logits, dynamic=False) if is_compiled else None
         )
