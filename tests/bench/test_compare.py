@@ -87,8 +87,8 @@ def test_the_median_lies_in_its_interval(rounds: int, of_round: float) -> None:
     """If calls were resampled instead of rounds, half of the intervals would miss it when rounds scatter."""
     rng, runs = np.random.default_rng(1), 250
     calls = rng.lognormal(2.0, 0.03, (runs, rounds, 4)) * rng.lognormal(0, of_round, (runs, rounds, 1))
-    found = [latency_of(one.tolist()).median for one in calls]
-    assert 0.90 <= np.mean([holds(one, math.exp(2.0)) for one in found]) <= 0.99
+    intervals = [latency_of(one.tolist()).median for one in calls]
+    assert 0.90 <= np.mean([holds(one, math.exp(2.0)) for one in intervals]) <= 0.99
 
 
 def drifting(rng: np.random.Generator, rounds: int, by: float) -> tuple[Array, Array]:
@@ -101,8 +101,8 @@ def drifting(rng: np.random.Generator, rounds: int, by: float) -> tuple[Array, A
 @pytest.mark.parametrize("by", [0.0, 0.05])
 def test_the_ratio_lies_in_its_interval(by: float) -> None:
     rng = np.random.default_rng(2)
-    found = [ratio_of(*(one.tolist() for one in drifting(rng, 20, by))) for _ in range(250)]
-    assert np.mean([holds(one, 1.25) for one in found]) >= 0.90
+    intervals = [ratio_of(*(one.tolist() for one in drifting(rng, 20, by))) for _ in range(250)]
+    assert np.mean([holds(one, 1.25) for one in intervals]) >= 0.90
 
 
 def test_what_slows_down_both_cancels_in_a_ratio() -> None:
@@ -172,8 +172,8 @@ def test_invalid_loads(openings: list[int]) -> None:
 @pytest.mark.parametrize("points", [3, 5, 13])
 def test_the_exponent_lies_in_its_interval(points: int) -> None:
     rng, sizes = np.random.default_rng(4), [64 * 2**i for i in range(points)]
-    found = [fit_of(sizes, [1e-4 * n**1.7 * rng.lognormal(0, 0.05) for n in sizes]) for _ in range(400)]
-    assert 0.92 <= np.mean([one is not None and holds(one.exponent, 1.7) for one in found]) <= 0.98
+    fits = [fit_of(sizes, [1e-4 * n**1.7 * rng.lognormal(0, 0.05) for n in sizes]) for _ in range(400)]
+    assert 0.92 <= np.mean([one is not None and holds(one.exponent, 1.7) for one in fits]) <= 0.98
 
 
 def test_the_exponent_of_a_law() -> None:
@@ -298,8 +298,8 @@ def test_equal_code_has_no_regression(peers: int, pairs: int) -> None:
     noise, names = Noise(), OURS + PEERS[:peers]
     for seed in range(pairs):
         before = measured(2 * seed, replace(noise, **EARLIER), names=names)
-        found = compare(run(before), run(measured(2 * seed + 1, noise, names=names)))
-        assert not found.regressions, found.text()
+        differences = compare(run(before), run(measured(2 * seed + 1, noise, names=names)))
+        assert not differences.regressions, differences.text()
 
 
 @pytest.mark.parametrize(
@@ -358,28 +358,31 @@ def test_what_slows_down_a_round_for_all_cancels() -> None:
 def test_what_is_said_of_a_slower_contender() -> None:
     before = [contender(name) for name in ("backend3", *PEERS)]
     after = [contender(name, [[12.0]] * 8) for name in PEERS]
-    found = compared(before, [contender("backend3", [[15.0]] * 8), *after])
-    (move,) = found.regressions
+    differences = compared(before, [contender("backend3", [[15.0]] * 8), *after])
+    (move,) = differences.regressions
     assert (move.model, move.contender, move.what, move.before, move.after) == (
         "vit", "backend3 fp32", "latency", 10.0, 15.0,
     )  # fmt: skip
     assert isinstance(move.change, Interval) and move.change.value == pytest.approx(1.25)
     assert move.drift == pytest.approx(1.2) and 1 + TOLERANCE < move.change.low < 1.25 < move.change.high < 1.35
-    assert "vit, backend3 fp32: latency 10 → 15 ms, 1.250 times" in found.text() and "REGRESSION" in found.text()
-    assert any("the machine takes 1.200 times as long, by its peers (5)" in note for note in found.notes)
+    assert (
+        "vit, backend3 fp32: latency 10 → 15 ms, 1.250 times" in differences.text()
+        and "REGRESSION" in differences.text()
+    )
+    assert any("the machine takes 1.200 times as long, by its peers (5)" in note for note in differences.notes)
 
 
 def test_faster_is_no_regression() -> None:
     noise = Noise(each=0.01)
-    found = compare(run(measured(0, replace(noise, **EARLIER))), run(measured(1, noise, {"backend3": 0.85})))
-    assert said(found.moved) == [("backend3 fp32", "latency")] and not found.regressions
+    differences = compare(run(measured(0, replace(noise, **EARLIER))), run(measured(1, noise, {"backend3": 0.85})))
+    assert said(differences.moved) == [("backend3 fp32", "latency")] and not differences.regressions
 
 
 def test_a_peer_that_moved_is_no_regression_and_no_drift() -> None:
     noise = Noise(each=0.01, machine=0.0, wander=0.0)
-    found = compare(run(measured(0, replace(noise, **EARLIER))), run(measured(1, noise, {"eager": 1.4})))
-    assert said(found.moved) == [("eager fp32", "latency")] and not found.regressions
-    assert found.moved[0].drift == pytest.approx(1, abs=0.02)
+    differences = compare(run(measured(0, replace(noise, **EARLIER))), run(measured(1, noise, {"eager": 1.4})))
+    assert said(differences.moved) == [("eager fp32", "latency")] and not differences.regressions
+    assert differences.moved[0].drift == pytest.approx(1, abs=0.02)
 
 
 def test_peers_that_scatter_hide_small_changes() -> None:
@@ -395,10 +398,10 @@ def test_peers_that_scatter_hide_small_changes() -> None:
 
 
 def test_without_peers_all_of_a_change_counts() -> None:
-    found = compared([contender("backend3")], [contender("backend3", [[12.0]] * 8)])
-    (move,) = found.regressions
+    differences = compared([contender("backend3")], [contender("backend3", [[12.0]] * 8)])
+    (move,) = differences.regressions
     assert isinstance(move.change, Interval) and move.change.value == pytest.approx(1.2) and move.drift is None
-    assert any("no peer is in both runs" in note for note in found.notes)
+    assert any("no peer is in both runs" in note for note in differences.notes)
 
 
 def test_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,12 +442,12 @@ def cold(load: float, first: float = 0.0) -> Cold:
 def test_what_else_is_a_regression(before: dict[str, Any], after: dict[str, Any], what: str | None) -> None:
     """Only for ours; in the other direction it is an improvement."""
     for name, regression in (("backend3", True), ("eager", False)):
-        found = compared([contender(name, **before)], [contender(name, **after)])
+        differences = compared([contender(name, **before)], [contender(name, **after)])
         key = f"{name} fp32"
-        assert said(found.moved) == ([] if what is None else [(key, what)]), found.text()
-        assert said(found.regressions) == ([(key, what)] if what and regression else [])
+        assert said(differences.moved) == ([] if what is None else [(key, what)]), differences.text()
+        assert said(differences.regressions) == ([(key, what)] if what and regression else [])
         back = compared([contender(name, **after)], [contender(name, **before)])
-        assert said(back.moved) == said(found.moved) and not back.regressions
+        assert said(back.moved) == said(differences.moved) and not back.regressions
 
 
 def test_a_slower_machine_starts_and_deploys_more_slowly() -> None:
@@ -453,10 +456,10 @@ def test_a_slower_machine_starts_and_deploys_more_slowly() -> None:
         return run(model(contenders, seconds, size_mb))
 
     assert not compare(at(1.0, 4.0, 10), at(1.7, 7.0, 12)).moved
-    found = compare(at(1.0, 4.0, 10), at(1.9, 7.5, 12))
-    assert said(found.moved) == [("b fp32", "cold start"), ("bundle fp32", "deploying")]
-    assert said(found.regressions) == [("b fp32", "cold start")]
-    assert found.moved[1].change == pytest.approx(7.5 / 4.8)
+    differences = compare(at(1.0, 4.0, 10), at(1.9, 7.5, 12))
+    assert said(differences.moved) == [("b fp32", "cold start"), ("bundle fp32", "deploying")]
+    assert said(differences.regressions) == [("b fp32", "cold start")]
+    assert differences.moved[1].change == pytest.approx(7.5 / 4.8)
     assert not compare(at(1.0, 1.0, 10), at(1.0, 2.9, 10)).moved
     larger = compare(at(1.0, 4.0, 10, 10.0), at(1.0, 4.0, 10, 10.3))
     assert said(larger.regressions) == [("bundle fp32", "size")]
@@ -469,14 +472,14 @@ def test_a_start_is_no_regression_where_a_peers_moved_as_much() -> None:
 
     assert said(compared(at(1.0, 2.0), at(1.8, 2.2)).regressions) == [("b fp32", "cold start")]
     for theirs in (4.0, 1.0):  # either way
-        found = compared(at(1.0, 2.0), at(1.8, theirs))
-        assert ("b fp32", "cold start") in said(found.moved) and not found.regressions
-        assert any("those of peers changed by up to 2 times" in line for line in found.text().splitlines())
+        differences = compared(at(1.0, 2.0), at(1.8, theirs))
+        assert ("b fp32", "cold start") in said(differences.moved) and not differences.regressions
+        assert any("those of peers changed by up to 2 times" in line for line in differences.text().splitlines())
 
 
 def test_errors_within_the_budget_are_no_regression() -> None:
-    found = compared([contender("b", error=2e-7)], [contender("b", error=6e-7)])
-    assert said(found.moved) == [("b fp32", "parity")] and not found.regressions
+    differences = compared([contender("b", error=2e-7)], [contender("b", error=6e-7)])
+    assert said(differences.moved) == [("b fp32", "parity")] and not differences.regressions
     assert not compared([contender("b", error=2e-7)], [contender("b", error=3e-7)]).moved
     assert not compared([contender("b", error=1e-8)], [contender("b", error=8e-8)]).moved
     exact = [contender("b", error=0.0, budget=0.0)]
@@ -487,9 +490,9 @@ def test_to_miss_the_budget_in_a_case_is_a_regression() -> None:
     missed = "scaled-16, output: error 2 is over the budget of 1"
     for name, regression in (("backend3", True), ("eager", False)):
         held, wrong = Cases(held=9, of=9), Cases(held=4, of=9, wrong=missed)
-        found = compared([contender(name, cases=held)], [contender(name, cases=wrong)])
-        assert said(found.moved) == [(f"{name} fp32", "parity")] and bool(found.regressions) == regression
-        assert f"now it is wrong in {missed}" in found.text()
+        differences = compared([contender(name, cases=held)], [contender(name, cases=wrong)])
+        assert said(differences.moved) == [(f"{name} fp32", "parity")] and bool(differences.regressions) == regression
+        assert f"now it is wrong in {missed}" in differences.text()
         untried = compared([contender(name)], [contender(name, cases=wrong)])
         assert not untried.moved  # cases were not checked before
 
@@ -510,31 +513,31 @@ def test_what_is_wrong_or_gone_is_a_regression(found: dict[str, Any], what: str,
 
 
 def test_peers_in_one_run_alone_are_noted() -> None:
-    found = compared(
+    differences = compared(
         [contender("b"), contender("eager"), contender("compiled")], [contender("b"), contender("torchscript")],
         wrong={"eager fp32": "error 2"},
     )  # fmt: skip
-    assert not found.moved
+    assert not differences.moved
     for note in (
         "vit, eager fp32: only in the old run: error 2",
         "vit, compiled fp32: only in the old run: the new run gives no reason",
         "vit, torchscript fp32: only in the new run",
     ):
-        assert note in found.notes
+        assert note in differences.notes
 
 
 def test_what_is_new_is_noted() -> None:
     """But a contender that no longer misses the budget has moved."""
     old = run(model([contender("eager")], wrong={"b fp32": "error 2"}))
-    found = compare(old, run(model([contender("eager"), contender("b"), contender("c")])))
-    assert said(found.moved) == [("b fp32", "parity")] and not found.regressions
-    assert "vit, c fp32: only in the new run" in found.notes
+    differences = compare(old, run(model([contender("eager"), contender("b"), contender("c")])))
+    assert said(differences.moved) == [("b fp32", "parity")] and not differences.regressions
+    assert "vit, c fp32: only in the new run" in differences.notes
 
 
 def test_what_is_measured_no_longer_is_noted() -> None:
-    found = compared([contender("b", memory=memory())], [contender("b")])
-    assert not found.moved
-    assert "vit, b fp32: peak memory was measured before and is not now" in found.notes
+    differences = compared([contender("b", memory=memory())], [contender("b")])
+    assert not differences.moved
+    assert "vit, b fp32: peak memory was measured before and is not now" in differences.notes
 
 
 # Models
@@ -543,20 +546,23 @@ def test_what_is_measured_no_longer_is_noted() -> None:
 def test_models_are_compared_at_the_same_sizes() -> None:
     slow = [contender("b", [[20.0]] * 8), contender("eager")]
     one, two = (model([contender("b"), contender("eager")], sizes={"batch": size}) for size in (1, 2))
-    found = compare(run(one, two), run(one, model(slow, sizes={"batch": 2})))
-    assert [(move.model, move.contender) for move in found.regressions] == [("vit (batch=2)", "b fp32")]
-    found = compare(run(one), run(model(slow, sizes={"batch": 2})))
-    assert not found.moved and "vit: not compared; batch=1 before, batch=2 now" in found.notes
-    found = compare(run(one), run(model(slow, name="bert")))
-    assert not found.moved
-    assert "vit: only in the old run" in found.notes and "bert: only in the new run" in found.notes
+    differences = compare(run(one, two), run(one, model(slow, sizes={"batch": 2})))
+    assert [(move.model, move.contender) for move in differences.regressions] == [("vit (batch=2)", "b fp32")]
+    differences = compare(run(one), run(model(slow, sizes={"batch": 2})))
+    assert not differences.moved and "vit: not compared; batch=1 before, batch=2 now" in differences.notes
+    differences = compare(run(one), run(model(slow, name="bert")))
+    assert not differences.moved
+    assert "vit: only in the old run" in differences.notes and "bert: only in the new run" in differences.notes
 
 
 def test_a_model_that_was_left_out_is_gone() -> None:
     """Without a reason in the new run, it was not requested."""
     old = run(model([contender("b"), contender("eager")]))
-    found = compare(old, run(left_out={"vit": "the export failed"}))
-    assert said(found.regressions) == [("b fp32", "gone")] and found.regressions[0].reason == "the export failed"
+    differences = compare(old, run(left_out={"vit": "the export failed"}))
+    assert (
+        said(differences.regressions) == [("b fp32", "gone")]
+        and differences.regressions[0].reason == "the export failed"
+    )
     assert not compare(old, run()).moved
 
 
@@ -570,10 +576,13 @@ def test_what_differs_is_noted_and_another_machine_first() -> None:
         governor="powersave", versions={"torch": "2.12", "openvino": "2026.1"}, load_before=3.0, load_after=9.0,
         left_out={"bert": "no time"},
     )  # fmt: skip
-    found = compare(old, new)
-    assert [note.partition(":")[0] for note in found.notes[:2]] == ["different machine", "different number of threads"]
-    assert "processor some before, other now; processors 2 before, 4 now" in found.notes[0]
-    notes = "\n".join(found.notes)
+    differences = compare(old, new)
+    assert [note.partition(":")[0] for note in differences.notes[:2]] == [
+        "different machine",
+        "different number of threads",
+    ]
+    assert "processor some before, other now; processors 2 before, 4 now" in differences.notes[0]
+    notes = "\n".join(differences.notes)
     for words in (
         "threads: 2 before, 4 now", "torch 2.11 before, 2.12 now; openvino none before, 2026.1 now", "powersave now",
         "busy before the new run: load 3", "busy during the new run: load 9 after it", "vit: different source",
@@ -581,7 +590,7 @@ def test_what_differs_is_noted_and_another_machine_first() -> None:
         "left out of the new run: bert: no time",
     ):  # fmt: skip
         assert words in notes
-    assert ("b fp32", "latency") in said(found.regressions)
+    assert ("b fp32", "latency") in said(differences.regressions)
     assert compare(old, old).notes == [] and compare(old, old).moved == []
 
 
@@ -604,9 +613,9 @@ def grown(before: Growth, after: Growth) -> Differences:
 
 
 def test_growth_that_is_steeper_is_a_regression() -> None:
-    found = grown(growth(1.0), growth(1.2))
-    assert said(found.regressions) == [("b fp32", "exponent of time over tokens")]
-    assert found.moved[0].before == pytest.approx(1.0) and found.moved[0].after == pytest.approx(1.2)
+    differences = grown(growth(1.0), growth(1.2))
+    assert said(differences.regressions) == [("b fp32", "exponent of time over tokens")]
+    assert differences.moved[0].before == pytest.approx(1.0) and differences.moved[0].after == pytest.approx(1.2)
     assert not grown(growth(1.0), growth(1.14)).moved
     better = grown(growth(1.2), growth(1.0))
     assert len(better.moved) == 1 and not better.regressions
@@ -652,9 +661,12 @@ def test_series_that_do_not_compare() -> None:
     assert "vit over tokens: not compared; sizes 64, 128, 256, 512 before, 64, 128 now" in other.notes
     fewer = growth(2.0)
     fewer.series[0].ms[-1], fewer.series[0].notes = None, ["out of memory at 512"]
-    found = grown(growth(1.0), fewer)
-    assert not found.moved
-    assert "vit over tokens, b fp32: time was measured at other sizes than before: out of memory at 512" in found.notes
+    differences = grown(growth(1.0), fewer)
+    assert not differences.moved
+    assert (
+        "vit over tokens, b fp32: time was measured at other sizes than before: out of memory at 512"
+        in differences.notes
+    )
     assert "vit over tokens: only in the old run" in compare(run(growth=[growth(1.0)]), run()).notes
 
 
@@ -662,9 +674,9 @@ def test_series_that_do_not_compare() -> None:
 
 
 def numbers(move: Move) -> list[float]:
-    found = [move.before, move.after, move.drift]
-    found += [*move.change.model_dump().values()] if isinstance(move.change, Interval) else [move.change]
-    return [one for one in found if one is not None]
+    values = [move.before, move.after, move.drift]
+    values += [*move.change.model_dump().values()] if isinstance(move.change, Interval) else [move.change]
+    return [one for one in values if one is not None]
 
 
 def test_files_compare_as_what_they_hold(tmp_path: Path) -> None:

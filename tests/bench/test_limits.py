@@ -393,10 +393,10 @@ def test_a_precision_without_a_ceiling_is_as_fast_as_fp32() -> None:
 
 
 def test_ceilings_are_numbers() -> None:
-    found = measure_ceilings(1, ("fp32", "fp64", "bf16"), seconds=0.01)
-    assert found.threads == 1 and list(found.flops) == ["fp32", "fp64", "bf16"]
-    assert all(0 < rate < math.inf for rate in (*found.flops.values(), found.bandwidth, found.exponentials))
-    assert Ceilings.model_validate_json(found.model_dump_json()) == found
+    measured = measure_ceilings(1, ("fp32", "fp64", "bf16"), seconds=0.01)
+    assert measured.threads == 1 and list(measured.flops) == ["fp32", "fp64", "bf16"]
+    assert all(0 < rate < math.inf for rate in (*measured.flops.values(), measured.bandwidth, measured.exponentials))
+    assert Ceilings.model_validate_json(measured.model_dump_json()) == measured
 
 
 def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,9 +404,9 @@ def test_ceilings_are_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PRODUCT_SIZES": (4, 8), "COPIED": 64, "CACHED": (8, 16)}.items():
         monkeypatch.setattr(measuring, name, value)
     monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
-    found = measure_ceilings(2, ("fp32",), seconds=1000)
-    assert found.flops == {"fp32": 2 * 8**3}
-    assert (found.bandwidth, found.exponentials) == (64 + 64, 2 * 16)
+    measured = measure_ceilings(2, ("fp32",), seconds=1000)
+    assert measured.flops == {"fp32": 2 * 8**3}
+    assert (measured.bandwidth, measured.exponentials) == (64 + 64, 2 * 16)
     assert measure_ceilings(2, ("fp32",), seconds=0).flops == {"fp32": 2 * 4**3}  # no time for a larger one
 
 
@@ -415,8 +415,8 @@ def test_the_ceiling_is_that_of_the_fastest_library(monkeypatch: pytest.MonkeyPa
     libraries = {name: lambda precision, *_, name=name: rates[name].get(precision) for name in rates}
     monkeypatch.setattr(measuring, "LIBRARIES", libraries)
     monkeypatch.setattr(measuring, "_rate", lambda rate, *_: rate if isinstance(rate, float) else 1.0)
-    found = measure_ceilings(1, ("fp32", "bf16"))
-    assert found.flops == {"fp32": 3.0, "bf16": 5.0} and found.by == {"fp32": "onnxruntime", "bf16": "torch"}
+    measured = measure_ceilings(1, ("fp32", "bf16"))
+    assert measured.flops == {"fp32": 3.0, "bf16": 5.0} and measured.by == {"fp32": "onnxruntime", "bf16": "torch"}
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -225,9 +225,9 @@ def answer(page: Parsed, name: str, precision: str) -> str:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     file = tmp_path_factory.mktemp("bench") / "new" / "bench.html"
-    found = usual()
-    write_page(found, file, compared=["vit, onnxruntime-cpu fp32: 1.07× as fast as before (1.05–1.08)"])
-    return found, file
+    example = usual()
+    write_page(example, file, compared=["vit, onnxruntime-cpu fp32: 1.07× as fast as before (1.05–1.08)"])
+    return example, file
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +239,13 @@ def page(written: tuple[Results, Path]) -> Parsed:
 
 
 def test_the_first_lines_say_what_to_ship_and_what_it_costs(page: Parsed) -> None:
-    found = answer(page, "patch-attention", "fp32")
-    assert "ship onnxruntime-cpu — 33.0 ms a call (95%: 32.8–33.3)" in found
-    assert "1.41× as fast as ONNX Runtime on the plain export" in found
-    assert "1.25× as fast as ort-fusions, the fastest peer" in found
-    assert "error 2.1e-7 of the 1e-6 allowed" in found
-    assert "costs: 0.41 s to load, 204 MiB, 0.61 MB on disk, deploys in 12 s" in found
-    assert "faster" not in found and "picks" not in found
+    answered = answer(page, "patch-attention", "fp32")
+    assert "ship onnxruntime-cpu — 33.0 ms a call (95%: 32.8–33.3)" in answered
+    assert "1.41× as fast as ONNX Runtime on the plain export" in answered
+    assert "1.25× as fast as ort-fusions, the fastest peer" in answered
+    assert "error 2.1e-7 of the 1e-6 allowed" in answered
+    assert "costs: 0.41 s to load, 204 MiB, 0.61 MB on disk, deploys in 12 s" in answered
+    assert "faster" not in answered and "picks" not in answered
 
 
 def test_a_slow_pick_and_faster_peers_are_said(page: Parsed) -> None:
@@ -282,9 +282,9 @@ def test_ratios_that_pair_rounds_tell_more_than_times(tmp_path: Path) -> None:
 
 
 def test_what_is_over_its_budget_is_not_shipped(tmp_path: Path) -> None:
-    found = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 20.0}, "bf16": {"eager": 30.0}})
-    found.contenders[0].error = 1.1e-6
-    page = parsed(results([found], growth=[]), tmp_path / "page.html")
+    example = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 20.0}, "bf16": {"eager": 30.0}})
+    example.contenders[0].error = 1.1e-6
+    page = parsed(results([example], growth=[]), tmp_path / "page.html")
     assert "ship openvino — 20.0 ms" in answer(page, "m", "fp32")
     assert "nothing to ship" in answer(page, "m", "bf16")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -292,35 +292,35 @@ def test_what_is_over_its_budget_is_not_shipped(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_in_another_case_is_not_shipped(tmp_path: Path) -> None:
-    found = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 8.0, "openvino-plain": 9.0, "eager": 9.5}})
+    example = model("m", {"fp32": {"onnxruntime-cpu": 10.0, "openvino": 8.0, "openvino-plain": 9.0, "eager": 9.5}})
     wrong = Cases(held=6, of=14, wrong="scaled-16, output: error 2e-06 is over the budget of 1e-06")
-    for one in found.contenders[1:3]:
+    for one in example.contenders[1:3]:
         one.cases = wrong
-    found.contenders[3].cases = Cases(held=2, of=14)
-    page = parsed(results([found], growth=[]), tmp_path / "page.html")
+    example.contenders[3].cases = Cases(held=2, of=14)
+    page = parsed(results([example], growth=[]), tmp_path / "page.html")
     first = answer(page, "m", "fp32")
     assert "ship onnxruntime-cpu — 10.0 ms" in first and "A peer is faster: eager takes 9.50 ms" in first
     assert "1.05× as fast, checked in 2 of 14 cases." in first
     for name, speed in (("openvino", "1.25"), ("openvino-plain", "1.11")):
         assert f"Not {name}, {speed}× as fast: it is wrong in scaled-16, output: error 2e-06" in first
-    assert "| openvino-plain † | fp32 |" in table(found) and "† openvino-plain fp32 is wrong in scaled-16" in table(
-        found
+    assert "| openvino-plain † | fp32 |" in table(example) and "† openvino-plain fp32 is wrong in scaled-16" in table(
+        example
     )
-    found.contenders[3].latency = latency(12.0)
-    found.contenders[3].ratio = interval(1.2, 0.004)
-    first = answer(parsed(results([found], growth=[]), tmp_path / "slower.html"), "m", "fp32")
+    example.contenders[3].latency = latency(12.0)
+    example.contenders[3].ratio = interval(1.2, 0.004)
+    first = answer(parsed(results([example], growth=[]), tmp_path / "slower.html"), "m", "fp32")
     assert "1.20× as fast as the module in PyTorch, as its author wrote it" in first and "A peer is faster" not in first
-    found.contenders[0].cases = wrong
-    none = answer(parsed(results([found], growth=[]), tmp_path / "none.html"), "m", "fp32")
+    example.contenders[0].cases = wrong
+    none = answer(parsed(results([example], growth=[]), tmp_path / "none.html"), "m", "fp32")
     assert "nothing to ship" in none and "Not onnxruntime-cpu: it is wrong in scaled-16" in none
 
 
 def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(page: Parsed, tmp_path: Path) -> None:
-    found = model(
+    example = model(
         "m", {"fp32": {"onnxruntime-cpu": 10.0, "onnxruntime-plain": 10.01, "ort-fusions": 11.0, "eager": 24.0}}
     )
-    found.contenders[1].cases = Cases(held=6, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
-    held = parsed(results([found], growth=[]), tmp_path / "page.html")
+    example.contenders[1].cases = Cases(held=6, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
+    held = parsed(results([example], growth=[]), tmp_path / "page.html")
     first = answer(held, "m", "fp32")
     assert "1.00× as fast as ONNX Runtime on the plain export" in first
     assert "as fast as ONNX Runtime on the plain export, which is wrong in another case" in first
@@ -332,9 +332,9 @@ def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(page: Parsed,
 def test_that_what_auto_picks_is_wrong_is_a_warning(tmp_path: Path) -> None:
     """Whether it is faster or slower than the right one."""
     for other in (8.0, 12.0):
-        found = model("m", {"fp32": {"openvino": 10.0, "onnxruntime-cpu": other}})
-        found.contenders[0].cases = Cases(held=14, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
-        first = answer(parsed(results([found], growth=[]), tmp_path / f"{other}.html"), "m", "fp32")
+        example = model("m", {"fp32": {"openvino": 10.0, "onnxruntime-cpu": other}})
+        example.contenders[0].cases = Cases(held=14, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")
+        first = answer(parsed(results([example], growth=[]), tmp_path / f"{other}.html"), "m", "fp32")
         assert f"ship onnxruntime-cpu — {other:.2f}"[:-1] in first and "Not openvino" not in first
         warning = (
             '"auto" picks openvino, which is wrong in scaled-16, output: error 2 is over the budget of 1: name onnx'
@@ -429,17 +429,17 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     for contender in one.contenders:
         contender.name = contender.what = hostile
         contender.notes = [hostile]
-    found = results([one], command=hostile, left_out={hostile: hostile})
-    found.growth[0].along = found.growth[0].model = found.growth[0].series[0].name = hostile
-    found.growth[0].deploy_seconds = [{hostile: 1.0}]
-    found.environment.machine.processor = found.environment.governor = hostile
-    page = parsed(found, tmp_path / "page.html", compared=[hostile])
+    example = results([one], command=hostile, left_out={hostile: hostile})
+    example.growth[0].along = example.growth[0].model = example.growth[0].series[0].name = hostile
+    example.growth[0].deploy_seconds = [{hostile: 1.0}]
+    example.environment.machine.processor = example.environment.governor = hostile
+    page = parsed(example, tmp_path / "page.html", compared=[hostile])
     assert "script" not in {tag for tag, _ in page.tags}
     assert not any("onerror" in attrs for _, attrs in page.tags)
     assert hostile in page.text and hostile not in (tmp_path / "page.html").read_text(encoding="utf-8")
     row = table(one).splitlines()[2]
     assert row.count("|") - row.count("\\|") == 8
-    assert len(plots.save_plots(found, tmp_path)) == 5 and len(list(tmp_path.glob("*.png"))) == 5
+    assert len(plots.save_plots(example, tmp_path)) == 5 and len(list(tmp_path.glob("*.png"))) == 5
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
@@ -488,19 +488,19 @@ def test_a_page_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_in_markdown() -> None:
-    found = usual()
-    lines = table(found.models[0]).splitlines()
+    example = usual()
+    lines = table(example.models[0]).splitlines()
     assert len(lines) == 2 + 11 and len({line.count("|") for line in lines}) == 1
     assert lines[2] == ("| **onnxruntime-cpu** | fp32 | 33.0 (32.8–33.3) | 1.00 (1.00–1.00) | 38% | 23 | 2.1e-7 |")
-    times, memory = growth_table(found.growth[0]).split("\n\n")
+    times, memory = growth_table(example.growth[0]).split("\n\n")
     assert times.splitlines()[0].startswith("| ms per call | precision | 784 tokens | 3,136 tokens |")
     assert times.splitlines()[5] == "| eager | fp32 | 11.0 | 168.8 | 655.0 | – | 1.97 (1.93–2.01) | 2.00 |"
     assert memory.splitlines()[4] == ("| onnxruntime-plain | fp32 | 9 | 143 | 559 | 2,228 | 1.98 (1.96–2.00) | 1.98 |")
 
 
 def test_plots_are_files(tmp_path: Path) -> None:
-    found = results([model("vit", VIT, 4e8), model("vit", {"fp32": {"eager": 3.0}})])
-    files = plots.save_plots(found, tmp_path / "new")
+    example = results([model("vit", VIT, 4e8), model("vit", {"fp32": {"eager": 3.0}})])
+    files = plots.save_plots(example, tmp_path / "new")
     assert [file.name for file in files] == [
         "roofline.png", "vit-latency.png", "vit-ratios.png", "vit-latency-2.png", "vit-ratios-2.png",
         "patch-attention-time-over-tokens.png", "patch-attention-memory-over-tokens.png",

@@ -46,14 +46,14 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
     right.cases = Cases(held=2, of=14)
     to_any, to_fast = claims.Ratio("m", "fp32", "fp32", 1.05), claims.Ratio("m", "fp32", "fast fp32", 1.05)
-    found = to_any.measured_on(model(ours, fast, right))
-    assert found.against == "b fp32 to c fp32, checked in 2 of 14 cases" and found.passed_over == ("fast fp32 (1.25)",)
-    assert isinstance(found.measured, Interval) and found.measured.value == pytest.approx(10 / 9)
+    claim = to_any.measured_on(model(ours, fast, right))
+    assert claim.against == "b fp32 to c fp32, checked in 2 of 14 cases" and claim.passed_over == ("fast fp32 (1.25)",)
+    assert isinstance(claim.measured, Interval) and claim.measured.value == pytest.approx(10 / 9)
     by_name = to_fast.measured_on(model(ours, fast, right))
     assert by_name.text == "m: fp32 to fast" and isinstance(by_name.measured, Interval)
     assert by_name.measured.value == pytest.approx(10 / 8)
     alone = to_any.measured_on(model(ours, fast))
-    assert alone.holds == "not measured" and alone.passed_over == found.passed_over
+    assert alone.holds == "not measured" and alone.passed_over == claim.passed_over
     ours.cases = fast.cases
     assert to_any.measured_on(model(ours, right)).holds.startswith("**no**, it is wrong in co")
 
@@ -61,8 +61,10 @@ def test_who_is_wrong_in_another_case_is_passed_over() -> None:
 def test_what_is_passed_over_is_in_the_table() -> None:
     fast, ours = contender("openvino-plain", "fp32", 8), contender("onnxruntime-cpu", "fp32", 10, True, True)
     fast.cases = Cases(held=3, of=14, wrong="constant, output: error 2 is over the budget of 1")
-    found = model(fast, ours, contender("eager", "fp32", 20)).model_copy(update={"name": "vit-b-16"})
-    (line,) = (one for one in claims_table(claims.measured_claims(results_of(found))).splitlines() if "vit-b-16" in one)
+    measured = model(fast, ours, contender("eager", "fp32", 20)).model_copy(update={"name": "vit-b-16"})
+    (line,) = (
+        one for one in claims_table(claims.measured_claims(results_of(measured))).splitlines() if "vit-b-16" in one
+    )
     over = "not compared, because wrong in another case: openvino-plain fp32 (1.25)"
     assert line.startswith(
         f"| vit-b-16: fp32 to any fp32 contender; {over} | onnxruntime-cpu fp32 to eager fp32 | 1.05 |"
