@@ -142,7 +142,7 @@ def test_a_wrong_answer_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPa
     with_peer(monkeypatch, wrong)
     (model,) = attnforge.benchmark(bundle, ["onnxruntime-cpu"], ["eager"], rounds=2, quick=True).models
     assert "over the budget" in model.wrong["eager fp32"]
-    assert [one.name for one in model.contenders] == ["onnxruntime-cpu"]
+    assert [contender.name for contender in model.contenders] == ["onnxruntime-cpu"]
     assert calls["wrong"] == 2  # and no more
 
 
@@ -204,7 +204,7 @@ def test_ours_and_peers_as_fast_are_checked_in_every_case(
 def test_slower_peers_are_not_checked_in_every_case(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     for times, cases, held in ((1.0, True, [True, True]), (1.1, True, [True, False]), (1.0, False, [False, False])):
         contenders = held_to_all([bundle], ["eager"], monkeypatch, times, cases)
-        assert [one.cases is not None for one in contenders] == held
+        assert [contender.cases is not None for contender in contenders] == held
 
 
 def test_a_contender_that_fits_no_case_is_checked_in_none(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,14 +222,14 @@ def test_a_peer_as_fast_as_the_picked_backend_is_checked(
     """Even though another of our backends is faster."""
     entries = []
     for name, ms in (("onnxruntime-cpu", 1.0), ("openvino", 3.0), ("eager", 2.0)):
-        one = found.Contender(
+        contender = found.Contender(
             name=name, precision="fp32", ours=name != "eager", picked=name == picked, what="", error=0, budget=1,
             latency=latency_of([[ms]]),
         )  # fmt: skip
-        entries.append((SimpleNamespace(job="the job"), one))
+        entries.append((SimpleNamespace(job="the job"), contender))
     of = SimpleNamespace(job="the job", in_every_case=lambda entry: found.Cases(held=2, of=2))
     calls.check_all_cases(Experiment([bundle], None, [], 1, 1), [of], entries)  # type: ignore[list-item,arg-type]
-    assert [one.cases is not None for _, one in entries] == [True, True, held]
+    assert [contender.cases is not None for _, contender in entries] == [True, True, held]
 
 
 def test_a_missing_reference_file_is_reported_before_anything_is_timed(
@@ -263,9 +263,9 @@ def test_cases_of_real_data_and_of_two_precisions_are_checked(
     bundle: Bundle, low: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [bundle, low]
-    for one, each in zip(held_to_all(made, [], monkeypatch), made, strict=True):
+    for contender, each in zip(held_to_all(made, [], monkeypatch), made, strict=True):
         count = len(each.manifest.cases)
-        assert one.cases == found.Cases(held=count, of=count), one.cases
+        assert contender.cases == found.Cases(held=count, of=count), contender.cases
         assert sum(case.kind == "data" for case in each.manifest.cases) == 2
 
 
@@ -276,7 +276,7 @@ def _bytes(feeds: dict[str, Array]) -> bytes:
 def test_a_wrong_backend_of_ours_has_no_time_either(copy: Path) -> None:
     file = copy / "onnxruntime/model.onnx"
     model = onnx.load(file)
-    weight = max(model.graph.initializer, key=lambda one: len(one.raw_data))
+    weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     array = onnx.numpy_helper.to_array(weight) * np.float32(1.01)
     weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
     onnx.save(model, file)
@@ -294,7 +294,7 @@ def test_what_cannot_run_is_a_result(bundle: Bundle, monkeypatch: pytest.MonkeyP
     ).models
     assert model.skipped["eager fp32"] == "no such kernel"
     assert "torch_tensorrt" in model.skipped["torch-tensorrt fp32"]
-    assert [one.name for one in model.contenders] == ["onnxruntime-cpu"]
+    assert [contender.name for contender in model.contenders] == ["onnxruntime-cpu"]
 
 
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
@@ -302,26 +302,26 @@ def test_every_peer_of_a_cpu_is_right_and_timed(bundle: Bundle) -> None:
     named = [name for name in PEERS if name not in (*ON_GPU, *QUANTISED, "torch-compile", "flex-attention")]
     (model,) = attnforge.benchmark(bundle, None, named, sizes={"batch": 2, "tokens": 7}, rounds=3, quick=True).models
     assert model.wrong == {} and model.sizes == {"batch": 2, "tokens": 7}
-    assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "openvino", *named}, model.skipped
-    for one in model.contenders:
-        assert 0 <= one.error <= one.budget and len(one.latency.rounds) == 3
-        assert one.ratio is not None and one.ratio.low <= one.ratio.value <= one.ratio.high
-        assert one.ours == (one.name in ("onnxruntime-cpu", "openvino")) and one.throughput == []
-        assert one.cold is None and one.memory is None and one.share is None
-    (picked,) = [one for one in model.contenders if one.picked]
+    assert {contender.name for contender in model.contenders} == {"onnxruntime-cpu", "openvino", *named}, model.skipped
+    for contender in model.contenders:
+        assert 0 <= contender.error <= contender.budget and len(contender.latency.rounds) == 3
+        assert contender.ratio is not None and contender.ratio.low <= contender.ratio.value <= contender.ratio.high
+        assert contender.ours == (contender.name in ("onnxruntime-cpu", "openvino")) and contender.throughput == []
+        assert contender.cold is None and contender.memory is None and contender.share is None
+    (picked,) = [contender for contender in model.contenders if contender.picked]
     assert picked.name == attnforge.load(bundle).backend and picked.ratio is not None and picked.ratio.value == 1
 
 
 def test_several_precisions_in_one_run(bundle: Bundle, low: Bundle) -> None:
     (model,) = attnforge.benchmark([bundle, low], ["onnxruntime-cpu"], ["eager"], rounds=2, quick=True).models
-    assert {one.key for one in model.contenders} == {
+    assert {contender.key for contender in model.contenders} == {
         f"{name} {precision}" for name in ("onnxruntime-cpu", "eager") for precision in ("fp32", "bf16")
     }
-    assert [one.precision for one in model.deployed] == ["fp32", "bf16"]
-    budgets = {one.precision: one.budget for one in model.contenders}
+    assert [bundle_.precision for bundle_ in model.deployed] == ["fp32", "bf16"]
+    budgets = {contender.precision: contender.budget for contender in model.contenders}
     assert budgets["bf16"] > 100 * budgets["fp32"]
-    for one in model.contenders:  # each is compared with the picked backend at its precision
-        assert one.ratio is not None and (one.ratio.value == 1) == one.picked
+    for contender in model.contenders:  # each is compared with the picked backend at its precision
+        assert contender.ratio is not None and (contender.ratio.value == 1) == contender.picked
 
 
 def test_several_sizes_are_measured_each_for_itself(bundle: Bundle) -> None:
@@ -425,7 +425,7 @@ def planted(
     happened: list[str] = []
 
     def open_it(job: PeerJob, stack: ExitStack) -> Callable[[dict[str, Array]], dict[str, Array]]:
-        count = sum(one.startswith("open") for one in happened) + 1
+        count = sum(event.startswith("open") for event in happened) + 1
         happened.append(f"open {count}")
         fails(count)
         stack.callback(happened.append, f"close {count}")
@@ -462,8 +462,10 @@ def test_every_contender_is_loaded_again_for_its_share(bundle: Bundle, monkeypat
         "open 1", "race", "open 2", "close 1", "race", "open 3", "close 2", "race", "close 3"
     ]  # fmt: skip
     assert (model.rounds, model.openings) == (5, 3) and torch.get_num_threads() == threads
-    assert [(len(one.latency.rounds), one.latency.openings) for one in model.contenders] == [(5, [2, 2, 1])] * 3
-    assert all(one.error > 0 and one.notes == [] for one in model.contenders)
+    assert [(len(contender.latency.rounds), contender.latency.openings) for contender in model.contenders] == [
+        (5, [2, 2, 1])
+    ] * 3
+    assert all(contender.error > 0 and contender.notes == [] for contender in model.contenders)
 
 
 def test_every_load_has_its_own_order(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,17 +474,17 @@ def test_every_load_has_its_own_order(bundle: Bundle, monkeypatch: pytest.Monkey
     planted(bundle, monkeypatch)
     named = ["onnxruntime-cpu"], ["eager", "eager-sdpa"]
     (model,) = attnforge.benchmark(bundle, *named, rounds=6, openings=6, quick=True, progress=said.append).models
-    order = [one.removeprefix("open ") for one in said if one.startswith("open ")]
+    order = [stage.removeprefix("open ") for stage in said if stage.startswith("open ")]
     orders = {tuple(order[i : i + 3]) for i in range(0, len(order), 3)}
-    assert len(order) == 18 and len(orders) > 2 and all(len(set(one)) == 3 for one in orders)
-    assert [one.name for one in model.contenders] == ["onnxruntime-cpu", "eager", "eager-sdpa"]
+    assert len(order) == 18 and len(orders) > 2 and all(len(set(names)) == 3 for names in orders)
+    assert [contender.name for contender in model.contenders] == ["onnxruntime-cpu", "eager", "eager-sdpa"]
 
 
 def test_what_torch_compiles_stays_open(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     happened = planted(bundle, monkeypatch, any_sizes=False)
     model = opened(bundle, 2, 2)
     assert happened == ["open 1", "race", "race", "close 1"]
-    notes = {one.name: one.notes for one in model.contenders}
+    notes = {contender.name: contender.notes for contender in model.contenders}
     assert notes.pop("eager") == [
         "compiled once, because that takes long: its interval does not cover differences between loads"
     ]
@@ -500,8 +502,8 @@ def test_what_fails_in_a_later_load_has_no_time(bundle: Bundle, monkeypatch: pyt
     model = opened(bundle, 3, 3)
     assert model.skipped == {"eager fp32": "no memory (in load 2 of 3; it was right before)"} and not model.wrong
     assert happened == ["open 1", "race", "open 2", "close 1", "race", "race"]
-    assert [one.latency.openings for one in model.contenders] == [[1, 1, 1]] * 2
-    assert all(one.ratio is not None for one in model.contenders)
+    assert [contender.latency.openings for contender in model.contenders] == [[1, 1, 1]] * 2
+    assert all(contender.ratio is not None for contender in model.contenders)
 
 
 def test_what_is_wrong_in_a_later_load_has_no_time(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +517,7 @@ def test_what_is_wrong_in_a_later_load_has_no_time(bundle: Bundle, monkeypatch: 
     monkeypatch.setitem(PEERS, "eager", Peer("planted", make=open_it))
     model = opened(bundle, 2, 2)
     assert "over the budget" in model.wrong["eager fp32"] and "load 2 of 2" in model.wrong["eager fp32"]
-    assert {one.name for one in model.contenders} == {"onnxruntime-cpu", "eager-sdpa"}
+    assert {contender.name for contender in model.contenders} == {"onnxruntime-cpu", "eager-sdpa"}
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -536,21 +538,26 @@ def whole(bundle: Bundle) -> found.Results:
 
 def test_everything_is_measured(whole: found.Results) -> None:
     (model,) = whole.models
-    assert model.openings == 3 and all(one.latency.openings == [1, 1, 1] for one in model.contenders)
+    assert model.openings == 3 and all(contender.latency.openings == [1, 1, 1] for contender in model.contenders)
     assert whole.ceilings is not None and whole.environment.threads == 1
     assert whole.environment.versions["attnforge"] == attnforge.__version__
     assert whole.environment.machine.processor and whole.seconds > 0
     assert model.work["fp32"].flops > 0 and model.work["fp32"].uncounted == []
-    for one in model.contenders:
-        assert one.cold is not None and min(one.cold.import_s, one.cold.load_s, one.cold.first_s) > 0, one.notes
-        assert one.memory is not None and one.memory.peak_mib >= one.memory.loaded_mib > 10, one.notes
+    for contender in model.contenders:
+        assert (
+            contender.cold is not None
+            and min(contender.cold.import_s, contender.cold.load_s, contender.cold.first_s) > 0
+        ), contender.notes
+        assert contender.memory is not None and contender.memory.peak_mib >= contender.memory.loaded_mib > 10, (
+            contender.notes
+        )
         limit = model.limit["fp32"].seconds
-        assert one.share == pytest.approx(1e3 * limit / one.latency.median.value)
-        points = {(each.batch, each.callers) for each in one.throughput}
-        assert points == ({(1, 1), (2, 1), (4, 1), (8, 1)} | ({(2, 2), (2, 4)} if one.ours else set()))
-        for each in one.throughput:
+        assert contender.share == pytest.approx(1e3 * limit / contender.latency.median.value)
+        points = {(each.batch, each.callers) for each in contender.throughput}
+        assert points == ({(1, 1), (2, 1), (4, 1), (8, 1)} | ({(2, 2), (2, 4)} if contender.ours else set()))
+        for each in contender.throughput:
             assert 0 < each.per_second.low <= each.per_second.value <= each.per_second.high
-    sizes = {one.name: one.size_mb for one in model.contenders}
+    sizes = {contender.name: contender.size_mb for contender in model.contenders}
     assert sizes["onnxruntime-cpu"] == pytest.approx(0.15, abs=0.1)
     (record,) = model.deployed
     assert record.source.startswith("transformer-encoder") and {"export", "reference"} <= set(record.seconds)
@@ -568,7 +575,7 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
     assert again.environment.versions == whole.environment.versions
     text = (tmp_path / "results.json").read_text(encoding="utf-8")
     before = json.loads(text)  # before there were several openings
-    assert [one["latency"].pop("openings") for one in before["models"][0]["contenders"]] == [[1, 1, 1]] * 2
+    assert [contender["latency"].pop("openings") for contender in before["models"][0]["contenders"]] == [[1, 1, 1]] * 2
     (tmp_path / "before.json").write_text(json.dumps(before), encoding="utf-8")
     assert found.read(tmp_path / "before.json").models[0].openings == 1
     for other, words in (
@@ -623,8 +630,8 @@ def test_what_takes_long_to_load_is_loaded_twice(
     made = fixed if is_fixed else linear[1]
     experiment = Experiment([made], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
     for least, left in ((2.0, 2), (0.1, 1 if is_fixed else 0)):
-        (one,) = bench.measure(experiment, {}, None).contenders
-        assert one.cold is not None and one.cold.load_s == least and one.memory is not None
+        (contender,) = bench.measure(experiment, {}, None).contenders
+        assert contender.cold is not None and contender.cold.load_s == least and contender.memory is not None
         assert len(seconds) == left
 
 
@@ -639,8 +646,13 @@ def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pyte
 
     monkeypatch.setattr(alone, "measured", measured)
     experiment = Experiment([fixed], ["onnxruntime-cpu"], [], 1, 1, throughput=False, cases=False)
-    (one,) = bench.measure(experiment, {}, None).contenders
-    assert one.cold is not None and one.cold.load_s == 4.0 and one.memory is not None and one.notes == []
+    (contender,) = bench.measure(experiment, {}, None).contenders
+    assert (
+        contender.cold is not None
+        and contender.cold.load_s == 4.0
+        and contender.memory is not None
+        and contender.notes == []
+    )
     assert calls["processes"] == 2
 
 
@@ -665,10 +677,10 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
         [bundle], ["onnxruntime-cpu"], ["eager"], 2, 1, throughput=False, starts=False, memory=False
     )
     grown = suite.measured_growth(experiment, "tokens", {n: (bundle, {"batch": 1, "tokens": n}) for n in (4, 16, 64)})
-    assert grown.sizes == [4, 16, 64] and {one.name for one in grown.series} == {"onnxruntime-cpu", "eager"}
-    for one in grown.series:
-        assert all(ms is not None and ms > 0 for ms in one.ms) and one.time is not None
-        assert one.extra_mib == [None] * 3 and one.memory is None
+    assert grown.sizes == [4, 16, 64] and {series.name for series in grown.series} == {"onnxruntime-cpu", "eager"}
+    for series in grown.series:
+        assert all(ms is not None and ms > 0 for ms in series.ms) and series.time is not None
+        assert series.extra_mib == [None] * 3 and series.memory is None
     layers: suite.Points = {1: (bundle, {}), 2: (deployed(tmp_path, num_layers=2), {})}
     grown = suite.measured_growth(experiment, "layers", layers)
     assert grown.sizes == [1, 2] and len(grown.deploy_seconds) == 2
@@ -720,12 +732,14 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     taken = found.read(file)
     assert [model.name for model in taken.models] == ["small"]
     assert taken.command == f"{COMMAND} suite {' '.join(options_given)}" and f"`{taken.command}`" in text
-    for one in taken.models[0].contenders:
-        assert (one.cold is not None, one.memory is not None) == (one.ours, one.ours), one.notes
-    for one in taken.models[0].contenders:  # as if ours had been four times as fast, in many rounds without noise
-        ms = one.latency.median.value / (4 if one.ours else 1)
-        one.latency.rounds = [[ms * (1 + 0.001 * (i % 3))] for i in range(20)]
-        one.latency.openings = [5] * 4
+    for contender in taken.models[0].contenders:
+        assert (contender.cold is not None, contender.memory is not None) == (contender.ours, contender.ours), (
+            contender.notes
+        )
+    for contender in taken.models[0].contenders:  # as if ours had been four times as fast, in many rounds without noise
+        ms = contender.latency.median.value / (4 if contender.ours else 1)
+        contender.latency.rounds = [[ms * (1 + 0.001 * (i % 3))] for i in range(20)]
+        contender.latency.openings = [5] * 4
     found.write(taken, tmp_path / "old.json")
     monkeypatch.setattr(suite, "run_suite", lambda *given: found.read(file))
     with pytest.raises(SystemExit) as ended:
