@@ -26,7 +26,7 @@ def told(error: BaseException) -> int:
         _print_document("Interrupted", "the command was told to end")
         return code
     if isinstance(error, SystemExit):
-        if terminal.running():  # typer's own come before
+        if terminal.running() and not isinstance(error.__context__, BrokenPipeError):  # those two are typer's own
             return _say("UsageError", f"the model's code called sys.exit({error.code!r}); take that call out", 2)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, AttnforgeError):

@@ -192,20 +192,20 @@ def test_the_next_backend_is_used_where_the_best_cannot_be_opened(
     small: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some plans turn out not to load only when they are opened."""
-    real = backends.open_backend
+    bundle, real = small("fp32"), backends.open_backend  # deployed before anything is patched
 
-    def refuse(bundle: Bundle, backend: str, options: Options) -> Any:
+    def refuse(opened: Bundle, backend: str, options: Options) -> Any:
         if backend != "onnxruntime-cpu":
             raise UnavailableError("it is of another device")
-        return real(bundle, backend, options)
+        return real(opened, backend, options)
 
     monkeypatch.setattr(backends, "open_backend", refuse)
     monkeypatch.setattr(backends, "why_not_unasked", lambda bundle, backend, device: None)
     monkeypatch.setattr(backends, "why_unavailable", lambda bundle, backend, device: None)
-    with attnforge.load(small("fp32")) as session:
+    with attnforge.load(bundle) as session:
         assert session.backend == "onnxruntime-cpu"
     with pytest.raises(UnavailableError, match=r"^tensorrt_rtx: it is of another device$"):
-        attnforge.load(small("fp32"), "tensorrt_rtx")
+        attnforge.load(bundle, "tensorrt_rtx")
 
 
 STRANGERS = backends.STRANGERS.format("tensorrt_rtx")
