@@ -172,7 +172,7 @@ def test_training_command_writes_weights_and_tokenizer(
     assert files[0].read_bytes() == files[1].read_bytes()
     assert TOKENIZER is not None and (tmp_path / "a.tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
     printed = capsys.readouterr().out
-    assert "bits a token on 9 scans" in printed and "of 500 digits read as the class asked for" in printed
+    assert "bits per token on 9 scans" in printed and "of 500 digits read as the requested class" in printed
     fresh = build_model("decoder-digits", weights=files[0]).module.state_dict()
     assert not torch.equal(fresh["head.weight"], build_model("decoder-digits").module.state_dict()["head.weight"])
 
