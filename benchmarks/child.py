@@ -21,7 +21,7 @@ STEP = 0.1
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """The outcome of a process.
 
     Attributes:
         code: its exit code, or minus the signal that killed it.

@@ -28,7 +28,7 @@ Answer = dict[str, Array] | AttnforgeError | MemoryError
 """The answer to a request: the outputs by name, or the error."""
 
 APART = 16
-"""How many floors of the precision a sample's output may change by when another sample joins the batch: kernels whose
+"""Maximum change of a sample's output, in floors of the precision, when another sample joins the batch: kernels whose
 order of summation depends on the batch stay below, and samples that attend to each other are far above."""
 
 

@@ -95,7 +95,7 @@ class Move(Record):
 
 
 class Differences(Record):
-    """What differs between two runs.
+    """The differences between two runs.
 
     Attributes:
         moved: quantities that differ by more than noise, in either direction.

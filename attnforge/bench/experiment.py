@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Experiment:
-    """What is measured, and how; :func:`~.run.benchmark` documents the arguments that they share.
+    """The settings of a benchmark; :func:`~.run.benchmark` documents the arguments that they share.
 
     Attributes:
         bundles: bundles of one model, each at a different precision.

@@ -31,10 +31,10 @@ BLOCK = 2**20
 """Numbers in memory at a time, independent of the number of calls."""
 
 NORMAL = 1.959964
-"""How many standard deviations a 95% interval of a normal distribution reaches to either side."""
+"""Half-width of a 95% interval of a normal distribution, in standard deviations."""
 
 STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-"""The same of Student's t with 1, 2, … degrees of freedom."""
+"""The same for Student's t with 1, 2, … degrees of freedom."""
 
 
 def latency_of(rounds: Rounds, openings: Sequence[int] = ()) -> Latency:

@@ -260,7 +260,7 @@ class Series(Record):
 
 
 class Growth(Record):
-    """How time and memory grow with `along`: `tokens` or `layers`."""
+    """Growth of time and memory with `along`: `tokens` or `layers`."""
 
     model: str
     along: str
@@ -378,8 +378,8 @@ class DecodingContender(Right):
     """One way to decode.
 
     Attributes:
-        steps: by context.
-        first_tokens: by prompt.
+        steps: times of steps, by context.
+        first_tokens: times to first token, by prompt.
         growth: bytes by which the process's memory grows per step, the mean of many; None where the system does not
             report it.
     """
@@ -405,7 +405,7 @@ class DecodingResults(Run):
         rounds: timed rounds per contender at each context and prompt.
         openings: how often every contender was loaded.
         held_to: the reference that the logits were checked against.
-        limits: by context.
+        limits: least time of a step, by context.
         wrong: contenders that missed the parity budget and so have no time, and by how much.
         skipped: contenders that could not run, and why.
     """

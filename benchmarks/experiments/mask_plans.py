@@ -120,7 +120,7 @@ def attended_in(model: Published, layers: int | None = None, tokens: int = TOKEN
 
 
 Needed = tuple[str, int, int]
-"""What is proved about a mask; the scores that it does not hide, and all scores."""
+"""The proved description of a mask; the scores that it does not hide; and all scores."""
 
 
 def captured_as(model: Published, tokens: int, dynamic: str) -> Captured:

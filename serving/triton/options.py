@@ -17,7 +17,7 @@ KINDS = ("auto", "cpu", "gpu")
 
 @dataclass(frozen=True)
 class Packaging:
-    """How bundles are packaged.
+    """The options for packaging bundles.
 
     Attributes:
         backend: Triton backend: `python` runs a Session of the bundle, `onnxruntime` its model and `tensorrt` its

@@ -330,7 +330,7 @@ def test_the_usual_peer_stays_and_the_fastest_is_one_that_is_right(page: Parsed,
 
 
 def test_that_what_auto_picks_is_wrong_is_a_warning(tmp_path: Path) -> None:
-    """Whether it is faster or slower than the right one."""
+    """It does not matter whether it is faster or slower than the right one."""
     for other in (8.0, 12.0):
         example = model("m", {"fp32": {"openvino": 10.0, "onnxruntime-cpu": other}})
         example.contenders[0].cases = Cases(held=14, of=14, wrong="scaled-16, output: error 2 is over the budget of 1")

@@ -176,7 +176,7 @@ def runs(file: Path) -> Callable[[Any], dict[str, Any]]:
 
 
 def test_weights_in_a_separate_file_are_next_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of the model's name: Triton gives its backend that folder's path."""
+    """They are in a folder named after the model, because Triton passes that folder's path to its backend."""
     monkeypatch.setattr(saving, "SHELVED", 2**10)
     module, args, shapes = small_example()
     bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False)
