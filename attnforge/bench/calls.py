@@ -58,7 +58,7 @@ class Baseline:
         for name in precisions:
             eager_at = name if manifest.eager_precision == manifest.precision else manifest.eager_precision
             answers = expected(self.job.module, precision_named(eager_at), feeds)
-            if manifest.quantised is not None:  # eager is the same Q/DQ
+            if manifest.quantised is not None:  # the eager baseline is the same Q/DQ graph
                 again = as_it_is(written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
                 answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
             for output, (eager, exact) in answers.items():

@@ -81,7 +81,7 @@ def parity_claim(results: GpuResults, backend: str) -> Claim:
 
 def opinion_claim(results: GpuResults, flavour: str) -> Claim:
     """Return the claim that Polygraphy's TrtRunner agrees with attnforge's runtime on a flavour's plans."""
-    text, opinion = f"Polygraphy's TrtRunner says of every plan what attnforge's {flavour} says", opinion_of(flavour)
+    text, opinion = f"Polygraphy's TrtRunner agrees with attnforge's {flavour} on every plan", opinion_of(flavour)
     items = results.steps.get("parity", Step()).items
     asked = {key: item.checks for key, item in items.items() if {flavour, opinion} <= set(item.checks)}
     unanswered = {

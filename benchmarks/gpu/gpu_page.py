@@ -12,8 +12,8 @@ from benchmarks.gpu.steps import COMPILE, EAGER, FATAL, FLASH, SHARES, WHOLE, Gp
 
 TIMES = (
     "Milliseconds as p50 / p90 / p99. On the device: between CUDA events, the device kept busy until all is enqueued. "
-    "End to end: by the clock until the stream is done. To eager: end to end, p50. Ready: from nothing to the first "
-    "output, loading or compiling; plans are built before. MiB: device memory taken by then."
+    "End to end: by the clock until the stream is done. To eager: end to end, p50. Ready: from the start of loading or "
+    "compiling to the first output; plans are built before. MiB: device memory taken by then."
 )
 """Explanation of the numbers in the timing tables."""
 
@@ -25,15 +25,15 @@ def page(results: GpuResults) -> str:
     tests = [item.values.get("summary") or "did not end" for item in step["tests"].items.values()]
     sections = {
         "Claims": [markdown_table(("claim", "", "because"), claims)],
-        "The machine, and what runs on it": _environment(step["environment"]),
+        "Machine and backends": _environment(step["environment"]),
         "Tests": [f"`pytest -m gpu`: {text}" for text in tests],
         "Parity": _parity(step["parity"]),
-        "What the device can do at most": _ceilings(step["ceilings"]),
+        "Ceilings of the device": _ceilings(step["ceilings"]),
         "Attention alone": _attention(step["attention"], ceilings_of(results)),
         "Patch attention": _latencies(step["latency"]),
-        "What a session adds": _overhead(step["overhead"]),
-        "What failed, in its own words": _failures(results) or ["Nothing."],
-        "What was skipped or left out": ["\n".join(_left_out(results)) or "Nothing."],
+        "Overhead of a session": _overhead(step["overhead"]),
+        "Failures": _failures(results) or ["Nothing."],
+        "Skipped or left out": ["\n".join(_left_out(results)) or "Nothing."],
     }
     parts = ["# attnforge on a GPU", _head(results)]
     for title, texts in sections.items():
@@ -58,15 +58,15 @@ def _environment(step: Step) -> list[str]:
         rows.append((key.removeprefix("try "), _tried(item), "; ".join(why) or _values(item, "; ")))
     tables = [markdown_table(("", ""), facts)] if facts else []
     tables += [markdown_table(("backend, plan for", "", "figures, or why not"), rows)] if rows else []
-    return tables or ["Nothing was found out."]
+    return tables or ["No figures."]
 
 
 def _tried(item: Item) -> str:
     if item.skipped and not item.checks:
-        return "not here"
+        return "not available"
     if not worked(item):
         return "does not work"
-    return "works in part" if item.failed or not all(check.passed for check in item.checks.values()) else "works"
+    return "works partly" if item.failed or not all(check.passed for check in item.checks.values()) else "works"
 
 
 def _values(item: Item, between: str) -> str:
@@ -111,7 +111,7 @@ def _ceilings(step: Step) -> list[str]:
             rows.append((f"{key}, {size} × {size} × {size}", f"{item.values['tflops']:.1f} TFLOP/s"))
         elif "gb_per_s" in item.values:
             rows.append(("copy, read and written", f"{item.values['gb_per_s']:.0f} GB/s"))
-    return [markdown_table(("", "the best of many"), rows)] if step.items else []
+    return [markdown_table(("", "best of many"), rows)] if step.items else []
 
 
 def _attention(step: Step, most: Mapping[str, float]) -> list[str]:
@@ -134,7 +134,7 @@ def _attention(step: Step, most: Mapping[str, float]) -> list[str]:
 
 
 def _share(value: float, most: float | None) -> str:
-    return f" ({100 * value / most:.0f}% of the most)" if most else ""
+    return f" ({100 * value / most:.0f}% of the ceiling)" if most else ""
 
 
 def ratio_text(latency: Latency | None, base: Latency | None) -> str:
@@ -156,7 +156,7 @@ def _timing_table(item: Item) -> str:
         rows.append((name, *times, *costs, fixed(timing.held_mib, 0), fixed(says, 0), timing.calls))
     header = (
         "", "on the device", "end to end", "to eager", "a second", "until the call returns", "ready, s", "MiB taken",
-        "MiB it says", "calls",
+        "MiB reported", "calls",
     )  # fmt: skip
     return markdown_table(header, rows) if rows else ""
 

@@ -24,7 +24,7 @@ from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, Step
 LOST = 75
 """Exit code of a process that lost its device."""
 
-NO_TIME, UNDER_WAY = "no time was left", "it was under way when the time was over"
+NO_TIME, UNDER_WAY = "no time was left", "it was running when the time was over"
 
 LEAST = 2.0
 """Seconds below which no task is started."""

@@ -232,7 +232,7 @@ def test_what_a_process_did_not_come_to_is_listed(run: GpuRun, monkeypatch: pyte
     monkeypatch.setattr(running, "_in_process", process)
     running.supervise(run.settings, "latency")
     taken = read(run.settings.out).steps["latency"]
-    assert taken.left_out == {"b": "it was under way when the time was over", "c": "no time was left"}
+    assert taken.left_out == {"b": "it was running when the time was over", "c": "no time was left"}
     assert taken.items["b"].values == {"n": 1} and taken.doing is None
 
 
@@ -568,7 +568,7 @@ def test_the_page_is_made_of_the_figures_alone(tmp_path: Path) -> None:
         "| vit, fp32 | **2e-6 / 1e-3** | – | – |",
         "| tensorrt_rtx | 0.050 / 0.075 / 0.100 | 0.100 / 0.150 / 0.200 | 0.25 | 10000 |",
         "| torch.compile | 0.060 / 0.090 / 0.120 | 0.080 / 0.120 / 0.160 | 0.20 |",
-        "| 12544 | tensorrt_rtx | 0.600 / 0.900 / 1.200 | 1.50 | 201.4 TFLOP/s (25% of the most) | 32 GB/s |",
+        "| 12544 | tensorrt_rtx | 0.600 / 0.900 / 1.200 | 1.50 | 201.4 TFLOP/s (25% of the ceiling) | 32 GB/s |",
         "Not timed: tensorrt: not installed",
         "**parity: vit, fp16, torch: torch.compile**\n\n```\nRuntimeError: no C compiler\n```",
         "built for other compute capabilities\nits log\n```",
