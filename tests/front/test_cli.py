@@ -387,7 +387,19 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
     assert_one_line(here("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1")
 
 
-COMMANDS = ("models", "deploy", "run", "generate", "verify", "diagnose", "inspect", "sign", "package", "doctor")
+COMMANDS = (
+    "models",
+    "deploy",
+    "run",
+    "generate",
+    "verify",
+    "diagnose",
+    "bench",
+    "inspect",
+    "sign",
+    "package",
+    "doctor",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -105,8 +105,8 @@ def test_what_is_drawn_is_drawn_again(here: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "a text, or token ids with --ids"),
-        (("a", "--ids", "1"), "a text, or token ids with --ids"),
+        ((), "give either a prompt text or token ids"),
+        (("a", "--ids", "1"), "give either a prompt text or token ids"),
         (("",), "the prompt has no token"),
         (("--ids", "1,x"), "--ids has 'x'; give whole numbers"),
         (("--ids", "1,99"), "has the id 99; the table has 0 to 49"),

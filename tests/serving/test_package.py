@@ -466,7 +466,7 @@ def test_the_command_line(
     code, out, _ = run(capsys, monkeypatch, *usual)
     assert code == 0 and "small-fp32, version 1, on python: requests are not joined" in " ".join(out.split())
     code, _, err = run(capsys, monkeypatch, *usual)
-    assert code == 2 and "say which version is added (--version 2)" in err
+    assert code == 2 and "add a version to it (--version 2)" in err
     code, out, err = run(capsys, monkeypatch, *usual, "--version", 2, "--json")
     assert code == 0 and not err
     document = json.loads(out)

@@ -396,7 +396,7 @@ def test_real_sizes_outside_the_data_are_right(by_tensor: Bundle) -> None:
 def test_inspect_says_what_is_in_8_bits(by_tensor: Bundle) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(by_tensor.path)]).output
     assert (
-        "6 products" in shown and "by tensor" in shown and "onnxruntime: 6 of 6 multiplied as they are stored" in shown
+        "6 products" in shown and "by tensor" in shown and "onnxruntime: 6 of 6 products multiplied as stored" in shown
     )
     document = json.loads(CliRunner().invoke(app, ["inspect", str(by_tensor.path), "--json"]).output)
     assert document["quantised"]["type"] == "int8" and document["targets"]["onnxruntime"]["low_bit"] == 6
@@ -756,8 +756,8 @@ def test_the_cli_takes_real_inputs_from_files(tmp_path: Path) -> None:
     np.savez(folder / "c.npz", picture=image)
     for wrong, message in (
         (folder, "the model has no input 'picture'; it takes image"),
-        (tmp_path, "holds no real inputs; give an .npz"),
-        (tmp_path / "none.npz", "holds no real inputs; give an .npz"),
+        (tmp_path, "has no real inputs; give an .npz"),
+        (tmp_path / "none.npz", "has no real inputs; give an .npz"),
     ):
         run = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "c"), "--calibrate", str(wrong)])
         assert isinstance(run.exception, AttnforgeError) and message in str(run.exception)

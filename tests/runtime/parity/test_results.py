@@ -250,4 +250,4 @@ def test_the_command_line(
     code, _, err = run("--results", file)
     assert code == 2 and "holds no results of Polygraphy" in err and err.count("\n") == 1
     code, _, err = run("--results", file, "-b", "onnxruntime-cpu", "-b", "openvino")
-    assert code == 2 and "results are of one model, and 2 backends are named" in err
+    assert code == 2 and "--results takes one backend, and 2 were given" in err
