@@ -192,14 +192,14 @@ def test_another_schema_is_refused_before_the_rest_is_read(copy: Path) -> None:
 )
 def test_an_invalid_manifest_is_refused_with_the_place(copy: Path, change: Callable[[Any], object], where: str) -> None:
     edit(copy, change)
-    with pytest.raises(BundleError, match=f"is no valid manifest: {where}"):
+    with pytest.raises(BundleError, match=f"is not a valid manifest: {where}"):
         Bundle(copy)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"no json", b'{"schema_version": 1, "name": "\xff\xfe"}'])
 def test_a_manifest_that_is_no_manifest_is_refused(copy: Path, data: bytes) -> None:
     (copy / MANIFEST).write_bytes(data)
-    with pytest.raises(BundleError, match="is no valid manifest"):
+    with pytest.raises(BundleError, match="is not a valid manifest"):
         Bundle(copy)
 
 
@@ -273,14 +273,14 @@ def test_force_never_deletes_what_is_no_bundle(tmp_path: Path, manifest: str | N
     (folder / "holiday.jpg").write_bytes(b"irreplaceable")
     if manifest is not None:
         (folder / MANIFEST).write_text(manifest)
-    with pytest.raises(UsageError, match="no bundle"), writing(folder, force=True) as new:
+    with pytest.raises(UsageError, match="not a bundle"), writing(folder, force=True) as new:
         (new / "file").write_text("new")
     assert (folder / "holiday.jpg").read_bytes() == b"irreplaceable"
 
 
 def test_force_never_deletes_a_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="no bundle"), writing(tmp_path / "notes.txt", force=True):
+    with pytest.raises(UsageError, match="not a bundle"), writing(tmp_path / "notes.txt", force=True):
         pytest.fail("a file is no bundle")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -381,7 +381,7 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
     out.mkdir()
     (out / "thesis.txt").write_text("all my work")
     assert_one_line(here("deploy", "worked-example", "--out", out), 2, "exists", "--force")
-    assert_one_line(here("deploy", "worked-example", "--out", out, "--force"), 2, "no bundle")
+    assert_one_line(here("deploy", "worked-example", "--out", out, "--force"), 2, "not a bundle")
     assert (out / "thesis.txt").read_text() == "all my work"
     np.save(tmp_path / "wrong.npy", np.zeros((1, 3, 8, 8), np.float32))
     assert_one_line(here("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1")
@@ -420,4 +420,4 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_made(
     monkeypatch.setattr("attnforge.export.sources.named.model_named", lambda *arguments: pytest.fail("it was made"))
     (tmp_path / "thesis.txt").touch()
     done = here("deploy", "vit", "--out", tmp_path, "--force")
-    assert done.returncode == 2 and "is no bundle, so it is not overwritten" in " ".join(done.stderr.split())
+    assert done.returncode == 2 and "is not a bundle, so it is not overwritten" in " ".join(done.stderr.split())

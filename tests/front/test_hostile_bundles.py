@@ -75,7 +75,7 @@ def test_a_name_that_leads_out_of_the_bundle_is_refused(
     victim = copy.parent / "victim.txt"
     victim.write_text("mine")
     edit(copy, lambda document: place(document, name))
-    with pytest.raises(BundleError, match="is no valid manifest"):
+    with pytest.raises(BundleError, match="is not a valid manifest"):
         Bundle(copy, check_plans=False, lazily=True)
     with pytest.raises(BundleError):
         rebuilt(copy, "tensorrt_rtx")
@@ -122,15 +122,15 @@ def test_a_pipe_is_no_file(copy: Path, what: str) -> None:
     (copy / what).unlink()
     os.mkfifo(copy / what)
     for use in (Bundle, attnforge.verify):
-        with pytest.raises(BundleError, match="no regular file"):
+        with pytest.raises(BundleError, match="not a regular file"):
             use(copy)
 
 
 def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ('{"schema_version": 1, "name": ' + "[" * 200_000, json.dumps({"schema_version": 1, "n" * 10**7: 1})):
         (copy / MANIFEST).write_text(text)
-        refused(copy, "is no valid manifest")
-        with pytest.raises(UsageError, match="no bundle"), output.writing(copy, force=True):
+        refused(copy, "is not a valid manifest")
+        with pytest.raises(UsageError, match="not a bundle"), output.writing(copy, force=True):
             pytest.fail("it must not be overwritten")
     (copy / MANIFEST).write_text(json.dumps({"schema_version": 1, "inputs": [[]] * 10**6}))
     refused(copy, "more than 200,000 values")
@@ -249,7 +249,7 @@ def test_weights_that_do_not_stand_beside_the_model_are_refused(copy: Path, plac
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(VALUES.tobytes())
     rewrite(copy)
-    with pytest.raises(BundleError, match="which the manifest does not list beside it") as raised:
+    with pytest.raises(BundleError, match="which the manifest does not list in the same folder") as raised:
         attnforge.load(copy, "onnxruntime-cpu")
     assert "\n" not in str(raised.value)
 
@@ -294,7 +294,7 @@ def test_a_model_that_holds_a_compiled_one_is_refused(copy: Path) -> None:
     model.graph.node.append(helper.make_node("EPContext", [], ["y"], domain="com.microsoft", **compiled))
     onnx.save(model, copy / MODEL)
     rewrite(copy)
-    with pytest.raises(BundleError, match="holds a compiled model"):
+    with pytest.raises(BundleError, match="contains a compiled model"):
         attnforge.load(copy, "onnxruntime-cpu")
 
 
@@ -303,7 +303,7 @@ def test_a_model_of_another_ending_is_refused(copy: Path) -> None:
     (copy / MODEL).rename(copy / "onnxruntime/model.bin")
     edit(copy, lambda document: document["targets"]["onnxruntime"].update(model="onnxruntime/model.bin"))
     edit(copy, lambda document: document["files"].update({"onnxruntime/model.bin": document["files"].pop(MODEL)}))
-    refused(copy, "is no valid manifest")
+    refused(copy, "is not a valid manifest")
 
 
 def test_weights_behind_a_link_are_refused(copy: Path) -> None:
@@ -539,14 +539,14 @@ def test_values_that_cannot_be_are_refused_before_anything_is_done(
     copy: Path, path: tuple[str | int, ...], value: Any
 ) -> None:
     edit(copy, lambda document: at(document, *path[:-1]).__setitem__(path[-1], value))
-    refused(copy, "is no valid manifest")
+    refused(copy, "is not a valid manifest")
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
 def test_numbers_that_are_none_are_refused(copy: Path, value: str) -> None:
     text = (copy / MANIFEST).read_text().replace('"scale": 16.0', f'"scale": {value}')
     (copy / MANIFEST).write_text(text)
-    refused(copy, "is no valid manifest")
+    refused(copy, "is not a valid manifest")
 
 
 @pytest.mark.parametrize("depth", [900, 1_300])
