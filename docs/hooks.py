@@ -1,4 +1,4 @@
-"""Pages of the site that are made from other files: README, CONTRIBUTING, CHANGELOG, examples/, and the CLI's help."""
+"""Site pages generated from other files: README, CONTRIBUTING, CHANGELOG, examples/, and the CLI's help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVED = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not files of docs/."""
+    """Add the pages that are not files in docs/."""
     for source, page in MOVED.items():
         text = _examples() if source == "examples" else _of_root(source)
         files.append(File.generated(config, page, content=text))
@@ -35,15 +35,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Leave out the roles that docstrings give to names (`:meth:`), which Markdown does not know."""
+    """Remove Sphinx roles (`:meth:`) from docstrings, since Markdown does not support them."""
     return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
 
 
 def on_post_page(output: str, page: Page, **_: object) -> str:
-    """Refuse a page that would fetch something from a network when it is read.
+    """Check that the page loads nothing from a network.
 
     Raises:
-        PluginError: a script, style sheet or picture of the page has an address elsewhere.
+        PluginError: a script, style sheet or image of the page has an external URL.
     """
     if fetched := re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]+"', output):
         raise PluginError(f"{page.file.src_uri} fetches from a network: {fetched[0]}")
@@ -51,7 +51,7 @@ def on_post_page(output: str, page: Page, **_: object) -> str:
 
 
 def _of_root(name: str) -> str:
-    """A file of the root as a page of the site: its links point to pages."""
+    """Return a file of the repository root as a page, with links that point to pages of the site."""
 
     def target(link: re.Match[str]) -> str:
         path, _, anchor = link.group(1).partition("#")
@@ -63,8 +63,8 @@ def _of_root(name: str) -> str:
 
 
 def _examples() -> str:
-    """Every script of examples/, under the first sentence of its docstring."""
-    parts = ["# Examples", "Scripts to copy, in `examples/`. The tests run them.", ""]
+    """Return a page with every script in examples/, each titled with the first sentence of its docstring."""
+    parts = ["# Examples", "Scripts to copy from `examples/`. The tests run them.", ""]
     for file in sorted((ROOT / "examples").glob("*.py")):
         source = file.read_text(encoding="utf-8")
         title = (ast.get_docstring(ast.parse(source)) or file.stem).split(".")[0].split("\n")[0]
@@ -73,11 +73,11 @@ def _examples() -> str:
 
 
 def _command_line() -> Iterator[str]:
-    """The command line's help, as typer has it."""
-    group: Any = typer.main.get_command(app)  # of click or of typer's own copy of it, by typer's version
+    """Yield the lines of the command-line reference, from typer's help."""
+    group: Any = typer.main.get_command(app)  # from click or from typer's own copy of it, depending on typer's version
     yield f"# Command line\n\n{group.help}\n"
     yield "Every command takes `--json`: one JSON document on standard output, everything else on standard error. Exit "
-    yield "codes: 0 where what was asked holds, 1 where a check failed or a builder refused, 2 for misuse.\n"
+    yield "codes: 0 for success, 1 if a check failed or a builder refused the model, 2 for misuse.\n"
     for name, command in group.commands.items():
         usage = typer.Context(command, info_name=f"attnforge {name}").get_usage()
         yield f"## attnforge {name}\n\n```text\n{usage}\n```\n\n{command.help}\n"

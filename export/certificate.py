@@ -1,4 +1,4 @@
-"""The certificate: what became of every attention site, counted in what each backend compiled."""
+"""The certificate: what became of every attention site, counted from what each backend compiled."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def certify(
     """The certificate of all sites, canonical or not, in graph order.
 
     Args:
-        sites: as canonicalize found them.
-        built: what was built for every target, by its name.
-        masks: what is proved of sites' masks, by the site's name.
+        sites: the sites that canonicalize found.
+        built: the result for each target, by target name.
+        masks: proved properties of the sites' masks, by site name.
     """
     records = [_record(site, built, (masks or {}).get(site.name)) for site in sites]
     return Certificate.of(records, [name for name, target in built.items() if target.kernel_of is not None])
 
 
 def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> SiteRecord:
-    """What every target made of one site; a site that is not canonical was lowered for none."""
+    """The form of one site on every target; a site that is not canonical is not lowered for any target."""
     forms = {name: next((f for f in target.lowered if f.site == site.name), None) for name, target in built.items()}
     return SiteRecord(
         site=site.name,
@@ -47,7 +47,7 @@ def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> Si
 
 
 def _compiled(form: Lowered, target: Built) -> SiteTarget:
-    """The form that a site was lowered to, and the kernel that runs it or the reason why none does."""
+    """The form that a site was lowered to, with the kernel that runs it or the reason why none does."""
     kernel = target.kernel_of(form) if target.kernel_of is not None else None
     reason = None if kernel or target.why_unfused is None else form.unfused or target.why_unfused(form)
     return SiteTarget(
@@ -64,12 +64,12 @@ def _compiled(form: Lowered, target: Built) -> SiteTarget:
 
 
 def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec]) -> dict[str, SiteMask]:
-    """What is proved of the mask of every canonical site that has one or is causal, by the site's name.
+    """The proved properties of the mask of every canonical site that has one or is causal, by site name.
 
     Args:
         model: the canonical graph.
-        sites: as canonicalize found them.
-        inputs: of the model, with the sizes that they have in the example, and at most.
+        sites: the sites that canonicalize found.
+        inputs: the model's inputs, with their example and maximum sizes.
     """
     example, largest = (sizes_at(inputs, bound) for bound in ("opt", "max"))
     nodes = {node.name: node for node in model.graph if node.op_type == "Attention"}
@@ -135,11 +135,11 @@ def _number(end: Affine) -> int | str:
 
 
 def check_fused(required: Sequence[str], certificate: Certificate) -> None:
-    """Hold targets to running every attention site as one fused kernel.
+    """Check that each required target runs every attention site as one fused kernel.
 
     Args:
-        required: names of targets that were built.
-        certificate: counts what they compiled.
+        required: names of built targets.
+        certificate: counts of what they compiled.
 
     Raises:
         UnfusedError: a target leaves a site unfused, or the model has no site.
@@ -151,7 +151,7 @@ def check_fused(required: Sequence[str], certificate: Certificate) -> None:
     for target in required:
         if missing := certificate.sites - certificate.fused[target]:
             raise UnfusedError(
-                f"{target} does not fuse {missing} of {certificate.sites} attention sites, which was required; nothing "
+                f"{target} must fuse every attention site and leaves {missing} of {certificate.sites} unfused; nothing "
                 "was written. Change what the reasons name, or deploy without requiring it",
                 certificate,
             )

@@ -1,7 +1,7 @@
-"""The check at the end of every deploy: does some backend compute what the model does?
+"""The check at the end of every deploy: does at least one backend compute what the model computes?
 
-Backends are held to ordinary inputs here, the hard ones are for :func:`attnforge.verify`. Where measuring has found a
-backend that meets the whole budget, nothing is left to check.
+Backends are checked on ordinary inputs here; the hard ones are left to :func:`attnforge.verify`. If measuring has
+already found a backend that meets the whole budget, there is nothing left to check.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from attnforge.runtime.parity.verify import References, unproved
 CHECKING = "check backends"
 """The name of the stage."""
 
-DEAREST = 2
-"""Runs of the example that a case may cost to be among those that backends are held to here."""
+MOST_EXAMPLE_RUNS = 2
+"""Maximum cost of a case that backends are checked on here, in runs of the example."""
 
 
 def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
-    """Why no backend that this machine can run computes what the model does, or why that is not proved; None where one
-    does, and where none can run here.
+    """Why no backend available on this machine computes what the model computes, or why that is not proved; None if one
+    does, or if none can run here.
 
     Args:
-        folder: of the bundle, its manifest written.
-        manifest: gets the backends that are wrong, where others are right.
-        progress: hears of every backend.
+        folder: the bundle's folder, with its manifest written.
+        manifest: receives the backends that are wrong, if others are right.
+        progress: receives each backend.
     """
     bundle = Bundle(folder, lazily=True, trusted=False)
     ordinary = [case for case in manifest.cases if case.is_ordinary]
     cost = run_cost(whole_graph(bundle, CANONICAL))
-    cheap = [case for case in ordinary if cost(case.sizes) <= DEAREST * run_of_example(ordinary[0].sizes, cost)]
+    most = MOST_EXAMPLE_RUNS * run_of_example(ordinary[0].sizes, cost)
+    cheap = [case for case in ordinary if cost(case.sizes) <= most]
     if (doubt := unproved(manifest, ordinary, References.of(bundle))) is not None:
         return _why(bundle, doubt)
     if manifest.choice is not None and manifest.choice.milliseconds:
@@ -58,13 +59,13 @@ def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
     return None
 
 
-def _why(bundle: Bundle, said: str) -> Wrong:
-    """What a diagnosis finds, or else what is known already."""
+def _why(bundle: Bundle, evidence: str) -> Wrong:
+    """The result of a diagnosis, or, if it fails, of the checks before it."""
     try:
         with temporary_folder() as reproduction:
             finding = diagnose(bundle, out=reproduction).finding
     except (AttnforgeError, MemoryError) as error:
-        return Wrong(cause="unknown", stage="backends", evidence=f"{said} (no diagnosis: {first_line(error)})")
-    stage = "backends" if finding.cause in COSTS else finding.stage  # of a mere cost the tensors say no more
-    told = {"stage": stage, "evidence": f"{said}; {finding.evidence}"}
-    return Wrong.model_validate({**finding.model_dump(include=set(Wrong.model_fields)), **told})
+        return Wrong(cause="unknown", stage="backends", evidence=f"{evidence} (no diagnosis: {first_line(error)})")
+    stage = "backends" if finding.cause in COSTS else finding.stage  # a cost has no separate stage
+    fields = {"stage": stage, "evidence": f"{evidence}; {finding.evidence}"}
+    return Wrong.model_validate({**finding.model_dump(include=set(Wrong.model_fields)), **fields})

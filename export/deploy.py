@@ -1,4 +1,4 @@
-"""A model's way to a bundle: source, canonical graph, precisions, targets, certificate, reference, manifest,
+"""From a model to a bundle: source, canonical graph, precisions, targets, certificate, reference, manifest,
 measurement."""
 
 from __future__ import annotations
@@ -74,78 +74,79 @@ def deploy(
     """Export `module` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
 
     Args:
-        module: takes tensors by position and returns a tensor or a tuple, list or dict of them; or an exported
-            program, or the path of an `.onnx` or `.pt2` file. It is not touched.
-        args: example inputs. None for a program, which has its own, and for random inputs of an ONNX graph.
+        module: a module that takes tensors by position and returns a tensor or a tuple, list or dict of them; an
+            exported program; or the path of an `.onnx` or `.pt2` file. It is not modified.
+        args: example inputs. None for a program, which has its own, and to draw random inputs for an ONNX graph.
         out: folder to write.
-        dynamic_shapes: of a module, `torch.export`'s own; every Dim needs a `max`. Min, example and max become
-            TensorRT's profile. Of a graph, `{dim: (min, opt, max)}` for every dynamic dim of its inputs; of a program,
-            for dims without an upper bound or that are to have another range.
-        precision: `fp32`, `tf32`, `fp16` or `bf16`; by default a graph's or program's own, and fp32 of a module. `auto`
-            (or `auto-fp16`, `auto-bf16`) chooses: 16 bits, and fp32 for the operators that need it, with inputs and
-            outputs in fp32; the manifest says which operators stayed fp32, and why. `int8` and `fp8` put products with
-            weights in 8 bits, heads and attention aside, `int4` their weights alone in 4, and refuse where that costs
-            more than `max_error` or `metric` and `least` allow, one of which has to be given; `auto-int8`, `auto-fp8`
-            and `auto-int4` keep products in fp32 until it does not.
-        targets: any of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default every one that this machine can build.
-            Where a builder refuses a target that was asked for by name, that is an error; where it refuses another,
-            the manifest says why the target is missing.
-        name: of the deployed model; by default the class's.
-        progress: hears the name of every stage as it begins, or as :class:`attnforge.progress.Progress` every step
-            within it too.
+        dynamic_shapes: for a module, as in `torch.export`; every Dim needs a `max`. Min, example and max become
+            TensorRT's profile. For a graph, `{dim: (min, opt, max)}` for every dynamic dim of its inputs; for a
+            program, the same for dims that have no upper bound or need another range.
+        precision: `fp32`, `tf32`, `fp16` or `bf16`; by default a graph's or program's own, and fp32 for a module.
+            `auto` (or `auto-fp16`, `auto-bf16`) chooses: 16 bits, with fp32 for the operators that need it and for
+            inputs and outputs; the manifest records which operators stayed in fp32, and why. `int8` and `fp8` compute
+            products with weights in 8 bits, except heads and attention, and `int4` stores only their weights in 4 bits;
+            the deploy is refused if that costs more than `max_error`, or `metric` and `least`, allow, one of which has
+            to be given. `auto-int8`, `auto-fp8` and `auto-int4` keep products in fp32 until the requirement is met.
+        targets: any of `onnxruntime`, `tensorrt`, `tensorrt_rtx`; by default all that this machine can build. If a
+            builder refuses a target that was named here, that is an error; if it refuses a default one, the manifest
+            records why the target is missing.
+        name: name of the deployed model; by default the class's.
+        progress: called with the name of every stage as it begins; an :class:`attnforge.progress.Progress` also
+            receives every step within a stage.
 
     Keyword Args:
-        compute_capabilities: GPUs that the TensorRT-RTX plan is for, such as `("SM89",)`; by default every one from
-            SM80 on.
+        compute_capabilities: GPUs that the TensorRT-RTX plan supports, such as `("SM89",)`; by default all from SM80
+            on.
         profiles: further optimization profiles of TensorRT's plans, each (min, opt, max) of some dims; a session runs
-            the one whose opt is nearest. By default one profile, over all that the dynamic shapes allow.
-        attention_precision: `fp16` or `bf16`, for fp32 and tf32: TensorRT, which has no fused kernel for fp32, computes
-            attention alone in it, between casts. All else stays as it is, ONNX Runtime's model too.
-        require_fused: targets that must run every attention site as one fused kernel; where one does not, nothing is
+            the one whose opt is nearest. By default there is one profile, over all that the dynamic shapes allow.
+        attention_precision: `fp16` or `bf16`, with fp32 and tf32: TensorRT, which has no fused kernel for fp32,
+            computes attention alone at this precision, between casts. Everything else is unchanged, including ONNX
+            Runtime's model.
+        require_fused: targets that must run every attention site as one fused kernel; if one does not, nothing is
             written.
-        data: real inputs, each as `args` are, or by name, or an `.npz` that holds them by name, of any sizes that the
-            dynamic shapes allow. Each becomes a reference case
-            that is verified; the bundle keeps them and their outputs. They also give the ranges of what is quantised.
-        labels: the right answers for the samples of each of `data`; by default what its files hold as `labels`.
+        data: real inputs, each given like `args`, by name, or as an `.npz` of named arrays, of any sizes that the
+            dynamic shapes allow. Each becomes a reference case that is verified; the bundle stores the inputs and their
+            outputs. They also give the ranges for quantisation.
+        labels: the correct labels for the samples of each of `data`; by default the `labels` array of its files.
         metric: `accuracy` or `cosine`, measured on `data` whenever the bundle is verified.
-        least: value that the metric must reach; by default it may fall short of float64's twice as far as eager does.
-        max_error: for `auto`, the relative error that is allowed on ordinary inputs; by default twice that of eager at
-            fp16, and no more than 1e-2. Where a metric is given and this is not, the metric decides. Where
-            products are quantised, the error against float64 on real data, or on ordinary inputs where there is none.
-        tune: measure on this machine, for some seconds each, which form of each site ONNX Runtime runs fastest on its
-            CPU, with which settings of its session, and which backend is fastest within the parity budget, which
-            `auto` then loads here. Without it rules choose, and the same module gives the same bundle everywhere.
-        force: overwrite a bundle at `out`; the old one stays whole until the new one is.
-        cache: take TensorRT plans, reference outputs and what was measured from an earlier deploy of the same model on
-            this machine, and keep them for the next one (:mod:`attnforge.cache`).
+        least: value that the metric must reach; by default it may fall short of float64's by twice as much as eager's.
+        max_error: for `auto`, the maximum relative error on ordinary inputs; by default twice that of eager at fp16,
+            and at most 1e-2. If a metric is given and this is not, the metric decides. For quantised products, the
+            maximum error against float64 on real data, or on ordinary inputs if there is none.
+        tune: measure on this machine, for some seconds each, which form of each site and which session settings are
+            fastest in ONNX Runtime on its CPU, and which backend is fastest within the parity budget; `auto` then loads
+            that backend here. Without it, fixed rules choose, and the same module gives the same bundle everywhere.
+        force: overwrite a bundle at `out`; the old one stays intact until the new one is complete.
+        cache: reuse TensorRT plans, reference outputs and measurements from an earlier deploy of the same model on this
+            machine, and keep them for the next one (:mod:`attnforge.cache`).
         source: the manifest's record of how to make the module again; by default its class or file.
-        cache_tokens: make a step of a decoder of a causal model that takes `(batch, tokens, …)` alone: the bundle's
-            graphs take the next tokens and a cache of this many keys and values for every attention site
+        cache_tokens: deploy a causal model that takes only `(batch, tokens, …)` as a decoder step: the bundle's graphs
+            take the next tokens and a KV cache with this many slots for every attention site
             (:mod:`attnforge.export.decoding.insert`). A session still answers for whole sequences, and
-            :meth:`~attnforge.runtime.session.Session.decoder` step by step.
-        cache_precision: `int8`: caches hold keys and values in 8 bits, a quarter of the bytes, by ranges of `data`,
-            and are refused where that costs more than `max_error` or `metric` and `least` allow. By default caches
-            are as keys and values are.
-        tokenizer: a file of the `tokenizers` library, `tokenizer.json`, which the bundle keeps for `attnforge
+            :meth:`~attnforge.runtime.session.Session.decoder` steps through them.
+        cache_precision: `int8` stores keys and values in 8 bits, a quarter of the bytes, with ranges from `data`; the
+            deploy is refused if that costs more than `max_error`, or `metric` and `least`, allow. By default caches
+            have the dtype of keys and values.
+        tokenizer: a `tokenizer.json` file of the `tokenizers` library, which the bundle stores for `attnforge
             generate`.
-        stop: ids behind which a text ends.
-        max_eager_error: relative error of eager itself on ordinary inputs beyond which nothing is proved, and the
-            deploy refused; by default 0.1.
-        keep_wrong: write the bundle though no backend computes what the model does, or though that is not proved, so
+        stop: stop token ids.
+        max_eager_error: maximum relative error of eager itself on ordinary inputs; beyond it nothing is proved, and the
+            deploy is refused. By default 0.1.
+        keep_wrong: write the bundle even if no backend computes what the model computes, or if that is not proved, so
             that it can be diagnosed. `load` then refuses `auto`.
-        trust_source: of a `.pt2` file, whether you trust its maker as you would a program's, for torch may run code
-            while it reads one; without, none is read.
+        trust_source: allow reading a `.pt2` file. torch may run code while it reads one, so set this only if you trust
+            its author as you would a program's.
 
     Raises:
         UntrustedError: a `.pt2` file without `trust_source`.
-        UsageError: an argument that cannot be meant, `out` exists, or a file that is no model.
-        CaptureError: torch cannot export the module so.
+        UsageError: an invalid argument, `out` exists, or a file is not a model.
+        CaptureError: torch cannot export the module.
         UnavailableError: a target that was asked for cannot be built here, or there is too little memory.
         BundleError: the disk is full.
         BuildError: a builder refused.
         UnfusedError: a target of `require_fused` leaves a site unfused, or the model has no site.
-        WrongError: no backend computes what the model does on ordinary inputs, or eager is so far off float64 there
-            that nothing is proved; says which tensor is the first to be wrong, and why.
+        WrongError: no backend computes what the model computes on ordinary inputs, or eager is so far from float64
+            there that nothing is proved; names the first tensor that is wrong, and why.
     """
     options = DeployOptions(precision, targets, name, **keywords)
     selection = select(options.targets, options.require_fused)
@@ -156,7 +157,7 @@ def deploy(
         manifest = _made(module, args, dynamic_shapes, Path(out), folder, options, selection, stages, reuse)
         _write_manifest(folder, manifest, stages)
         if options.tune:
-            give_back()  # all that the steps held, before every backend holds the weights
+            give_back()  # everything that the steps allocated, before every backend loads the weights
             reuse.measured(manifest, partial(measure, folder, manifest, stages.begin(MEASURING)))
         if manifest.wrong is None:
             manifest.wrong = _kept(check(folder, manifest, stages.begin(CHECKING)), manifest.name, options)
@@ -166,14 +167,14 @@ def deploy(
 
 
 def _kept(wrong: Wrong | None, name: str, options: DeployOptions) -> Wrong | None:
-    """What is wrong with a bundle that is to be kept all the same.
+    """The problems of a bundle that is written anyway.
 
     Raises:
-        WrongError: it is not.
+        WrongError: it is not to be written.
     """
     if wrong is not None and not options.keep_wrong:
         raise WrongError(
-            f"{name} was not deployed: {wrong.text()}; to write the bundle anyway, for attnforge diagnose, say "
+            f"{name} was not deployed: {wrong.text()}; to write the bundle anyway, for attnforge diagnose, pass "
             "--keep-wrong (keep_wrong=True)"
         )
     return wrong
@@ -190,7 +191,7 @@ def _made(
     stages: Stages,
     reuse: Reuse,
 ) -> Manifest:
-    """The steps from a model to all files of its bundle in `folder`, and the manifest of what was made."""
+    """Run the steps from a model to all files of its bundle in `folder`, and return the manifest."""
     with Builders(reuse.plan) as builders:
         stages.begin("export")
         source, origin = open_source(module, args, dynamic_shapes, options.source_precision, options.trust_source)
@@ -240,7 +241,7 @@ def _made(
             decoding = with_cache(model, sites, source.inputs, source.outputs, options.cache_tokens)
             decoding.stop = list(options.stop)
             names = [spec.name for spec in decoding.tensors]
-            scales = {one.site.name: (one.key, one.value) for one in rounded}
+            scales = {cache.site.name: (cache.key, cache.value) for cache in rounded}
             stored = {
                 spec.name: scale
                 for cache in decoding.caches
@@ -255,7 +256,7 @@ def _made(
 
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)
-        if reference is source:  # else the canonical graph has other weights, which the plain one cannot share
+        if reference is source:  # otherwise the canonical graph has other weights, which the plain one cannot share
             shelf.save_beside(plain, PLAIN, model, CANONICAL)
         if isinstance(source, Imported):
             shelf.share(source.original.model)
@@ -275,11 +276,11 @@ def _made(
             compute_capabilities=options.built_for,
             profiles=profiles,
             not_in_fp8=quantised.kept if quantised is not None and quantised.type == "fp8" else {},
-            scores_in_int8={one.name: one.scales for one in scores},
+            scores_in_int8={score.name: score.scales for score in scores},
         )
         begun = {target: begin(target, job, selection, stages.begin(_lowering(target))) for target in selection.chosen}
         give_back()
-        alone = attention if quantised is None else None  # errs by far less than quantised products
+        alone = attention if quantised is None else None  # its error is far below that of quantised products
         begun_reference = stages.begin("reference")
         make = partial(write_reference, folder, reference, whole, alone, data, begun_reference, caches)
         has_caches = caches is not None
@@ -293,13 +294,13 @@ def _made(
             if quantised is not None and scores:
                 why = why_over_budget(folder, model, sites, scores, source.inputs, cases)
                 if why is not None:
-                    quantised.kept |= {one.name: why for one in scores}
+                    quantised.kept |= {score.name: why for score in scores}
                     job = replace(job, scores_in_int8={})
-            beside = own_graph(job, built, lowering)
-            built |= {OPENVINO: beside} if beside is not None else {}
-            if quantised is not None and beside is not None:
-                in_int8 = {site.site for site in beside.lowered if site.form == INT8_FORM}
-                quantised.scores = {one.name: one.error for one in scores if one.name in in_int8}
+            openvino = own_graph(job, built, lowering)
+            built |= {OPENVINO: openvino} if openvino is not None else {}
+            if quantised is not None and openvino is not None:
+                in_int8 = {site.site for site in openvino.lowered if site.form == INT8_FORM}
+                quantised.scores = {score.name: score.error for score in scores if score.name in in_int8}
         certificate = certify(sites, built, masks)
         check_fused(options.require_fused, certificate)
         return Manifest(
@@ -328,7 +329,7 @@ def _made(
 
 
 PLANS = "wait for TensorRT's plans"
-"""The stage in which nothing but TensorRT's builders is at work; they began as soon as their models were saved."""
+"""The stage in which only TensorRT's builders are at work; they started as soon as their models were saved."""
 
 
 def _stage_names(options: DeployOptions, selection: Selection) -> list[str]:
@@ -356,7 +357,7 @@ def _has_plans(selection: Selection) -> bool:
 
 
 def _write_manifest(folder: Path, manifest: Manifest, stages: Stages, *, only_new: bool = False) -> None:
-    """Write the manifest with what every stage took so far."""
+    """Write the manifest with the time and memory of every stage so far."""
     manifest.seconds, manifest.memory = stages.seconds(), stages.memory()
     write_manifest(folder, manifest, only_new=only_new)
 

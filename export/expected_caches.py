@@ -1,4 +1,4 @@
-"""What a decoder's caches are to hold: the keys and values of the model without a cache."""
+"""The expected contents of a decoder's caches: the keys and values of the model without a cache."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from attnforge.memory import available
 log = logging.getLogger("attnforge")
 
 WIDE = 8
-"""Bytes of a number in float64."""
+"""Bytes of a float64 number."""
 
 Caches = dict[str, Array]
-"""Keys and values by the names of caches, `(batch, key heads, tokens, size)`."""
+"""Keys and values by cache name, `(batch, key heads, tokens, size)`."""
 
 
 @dataclass(frozen=True)
 class ExpectedCaches:
-    """Keys and values of a model without a cache, for some inputs.
+    """Keys and values of a model without a cache, for given inputs.
 
     Attributes:
-        places: tokens that the caches hold for each sample.
-        names: of the caches, in the order of sites, the key's before the value's.
-        graph: the model as it is deployed, canonical, before caches were put in.
-        exact: the canonical graph that is the truth in float64: without what quantising rounds.
-        sites: the attention of both.
-        scales: of caches in int8, `(key heads, 1, size)` by name.
+        capacity: of the caches, in tokens per sample.
+        names: names of the caches, in the order of sites, each key before its value.
+        graph: the deployed canonical model, before caches were inserted.
+        exact: the canonical graph that is the truth in float64: without the rounding of quantisation.
+        sites: the attention sites of both.
+        scales: scales of int8 caches, `(key heads, 1, size)` by name.
     """
 
-    places: int
+    capacity: int
     names: Sequence[str]
     graph: ir.Model
     exact: ir.Model
@@ -51,41 +51,42 @@ class ExpectedCaches:
     scales: Mapping[str, Array]
 
     def computed(self, cases: Mapping[str, Mapping[str, Array]]) -> dict[str, tuple[Caches, Caches]]:
-        """What the caches hold behind all tokens: at the graph's own precision, 16-bit numbers as float32, and in
-        float64.
+        """The contents of the caches after all tokens: at the graph's own precision, with 16-bit numbers as float32,
+        and in float64.
 
         Args:
-            cases: inputs by name, of every case by its name.
+            cases: the inputs of every case, by case name and input name.
 
         Returns:
-            by case; empty where the graph is not computed in float64, or memory is short for it, which is logged.
+            by case; empty if the graph cannot be computed in float64 or there is too little memory for it, which is
+            logged.
         """
         weights = sum(v.const_value.size for v in self.exact.graph.initializers.values() if v.const_value is not None)
         left, needed = available(), 2 * WIDE * weights
         if left is not None and needed > left:
             log.warning(
-                "caches are not compared: their truth needs %.1f GiB of memory, and %.1f are left",
+                "caches are not compared: their float64 reference needs %.1f GiB of memory, and %.1f are left",
                 needed / 2**30, left / 2**30,
             )  # fmt: skip
             return {}
         try:
             run = in_float64(with_caches(self.exact, self.sites, self.names), self.names)
         except NoDoublePath as error:
-            log.warning("caches are not compared: the graph is not computed in float64 (%s)", error)
+            log.warning("caches are not compared: the graph cannot be computed in float64 (%s)", error)
             return {}
         exact = {case: run(inputs) for case, inputs in cases.items()}
-        del run  # with the weights in float64
+        del run  # and with it the float64 weights
         eager = at_own_precision(with_caches(self.graph, self.sites, self.names), self.names)
         return {case: (eager(inputs), exact[case]) for case, inputs in cases.items()}
 
 
 def with_caches(model: ir.Model, sites: Sequence[Site], names: Sequence[str]) -> ir.Model:
-    """A copy of a canonical graph, attention written out, whose outputs are keys and values as caches hold them.
+    """A copy of a canonical graph, with attention decomposed, whose outputs are keys and values as caches store them.
 
     Args:
-        model: is not touched.
-        sites: its attention.
-        names: of the outputs, the key's before the value's of every site.
+        model: not modified.
+        sites: its attention sites.
+        names: names of the outputs; for every site the key's before the value's.
     """
     model = model.clone()
     graph, following = model.graph, iter(names)

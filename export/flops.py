@@ -1,6 +1,6 @@
 """Floating-point operations of the products in a graph, counted node by node.
 
-This is the one counter: the search for precisions estimates costs by it, and benchmarks hold times against it.
+This is the only counter: the search for precisions estimates costs with it, and benchmarks compare times against it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention")
 
 
 class Uncountable(Exception):
-    """It is not known what an operator computes, or how large a tensor is; the message says why."""
+    """An operator's work or a tensor's size is unknown; the message says why."""
 
 
 def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
-    """Floating-point operations of a matrix product, a convolution (with what its padding adds) or attention, two a
-    multiply-add; 0 for any other operator.
+    """Floating-point operations of a matrix product, a convolution (including those on its padding) or attention, two
+    per multiply-add; 0 for any other operator.
 
     Args:
-        sizes: of the symbolic dims.
+        sizes: sizes of the symbolic dims.
 
     Raises:
-        Uncountable: a shape is not known, or the operator is in a form that is not counted.
+        Uncountable: a shape is not known, or this form of the operator is not counted.
     """
     if node.domain != "" or node.op_type not in PRODUCTS:
         return 0
@@ -51,8 +51,8 @@ def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
 
 
 def run_cost(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
-    """The floating-point operations of all products in a graph that stays as it is, by the sizes of its symbolic dims,
-    each counted once; products that cannot be counted are left out."""
+    """The floating-point operations of all products in a graph that is not modified, as a function of the sizes of its
+    symbolic dims, computed once for each; products that cannot be counted are left out."""
     counts: dict[tuple[tuple[str, int], ...], int] = {}
 
     def cost(sizes: Mapping[str, int]) -> int:
@@ -68,8 +68,8 @@ def run_cost(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
 
 
 def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:
-    """How many scores a canonical Attention node needs: of causal attention, pairs of a query and a key that it attends
-    to; with a mask, all.
+    """The number of scores that a canonical Attention node needs: for causal attention, the pairs of a query and a key
+    that it attends to; with a mask, all pairs.
 
     Raises:
         Uncountable: the node is not canonical, or a shape is not known.
@@ -85,10 +85,11 @@ def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:
 
 
 def _einsum(node: ir.Node, sizes: Mapping[str, int]) -> int:
-    """A multiply-add for every combination of indices of two operands; for more, their order would have to be known."""
+    """One multiply-add for every combination of indices of two operands; with more, their order would have to be
+    known."""
     terms = node.attributes["equation"].as_string().replace(" ", "").partition("->")[0].split(",")
     if len(terms) != 2 or any("..." in term for term in terms):
-        raise Uncountable("an Einsum of other than two operands whose indices are all named")
+        raise Uncountable("an Einsum that does not have two operands whose indices are all named")
     shapes = [shape_at(value, sizes) for value in node.inputs]
     named = [pair for term, shape in zip(terms, shapes, strict=True) for pair in zip(term, shape, strict=True)]
     return 2 * prod(dict(named).values())
@@ -98,8 +99,8 @@ def shape_at(value: ir.Value | None, sizes: Mapping[str, int]) -> list[int]:
     """The shape of a value.
 
     Args:
-        value: an operand that is there.
-        sizes: of the symbolic dims.
+        value: an operand that is present.
+        sizes: sizes of the symbolic dims.
 
     Raises:
         Uncountable: it is not known.

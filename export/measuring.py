@@ -1,9 +1,9 @@
-"""What is measured to choose by, in a process of its own: `python -m attnforge.export.measuring FOLDER SECONDS`.
+"""The measurements to choose by, in a separate process: `python -m attnforge.export.measuring FOLDER SECONDS`.
 
-Like the process that will load the bundle it holds no torch and no module, so that the times are those of a deployment,
-the weights of the deploying process and of every backend are not in memory at once, and a backend that crashes ends
-nothing else. It writes a line of JSON for every step, and last what was measured; and to the folder the model as ONNX
-Runtime's optimizer leaves it, and the manifest with the session's settings.
+Like the process that will load the bundle it imports no torch and has no module, so that the times are those of a
+deployment, the weights of the deploying process and of every backend are not in memory at once, and a backend that
+crashes takes down nothing else. It writes a line of JSON for every step, and finally the measurements; to the folder it
+writes the model as ONNX Runtime's optimizer leaves it, and the manifest with the session's settings.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from attnforge.records import Record
 from attnforge.runtime.choose import choose_backend, tune_session
 
 SECONDS = 20.0
-"""Seconds for all that is measured to choose by: forms of attention sites (at most half), settings of ONNX Runtime's
-session, and backends, whose opening counts as well. What one leaves, the next may use."""
+"""Seconds for all measurements to choose by: forms of attention sites (at most half), settings of ONNX Runtime's
+session, and backends, including the time to load them. What one leaves, the next may use."""
 
 SETTINGS = 4.0
-"""How many of these seconds are for settings, at most."""
+"""Maximum seconds of these for settings."""
 
 MEASURING = "measure backends"
 """The name of the stage, and of the process."""
 
 
 class Measured(Record):
-    """What the process measured.
+    """The measurements of the process.
 
     Attributes:
-        session: settings of ONNX Runtime's session; None where the bundle has no model for it, or it cannot run it.
-        choice: of the fastest backend within the budget; None where fewer than two can run.
-        memory: bytes at the process's peak.
+        session: settings of ONNX Runtime's session; None if the bundle has no model for it, or it cannot run it.
+        choice: the fastest backend within the budget; None if fewer than two can run.
+        memory: peak memory of the process, in bytes.
     """
 
     session: SessionSettings | None
@@ -53,23 +53,23 @@ class Measured(Record):
 
 
 class Step(Record):
-    """A backend that is measured next, as :meth:`attnforge.progress.Progress.step` takes it."""
+    """The backend that is measured next, with the arguments of :meth:`attnforge.progress.Progress.step`."""
 
     what: str
     done: float
     total: float | None
 
 
-_SAID: TypeAdapter[Step | Measured] = TypeAdapter(Step | Measured)
+_LINE: TypeAdapter[Step | Measured] = TypeAdapter(Step | Measured)
 
 
 def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
-    """Add to a manifest how ONNX Runtime's session runs the model fastest here, and which backend is fastest.
+    """Add to a manifest the fastest session settings of ONNX Runtime here, and the fastest backend.
 
     Args:
-        folder: of the bundle, its manifest written.
-        manifest: is changed.
-        progress: hears of every backend.
+        folder: the bundle's folder, with its manifest written.
+        manifest: modified.
+        progress: receives each backend.
 
     Raises:
         BuildError: the process crashed.
@@ -82,29 +82,29 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
             command(__name__, str(folder.absolute()), str(left)),
             stdout=subprocess.PIPE, stderr=errors, text=True, cwd=cwd, env=environment(),
         ) as process:  # fmt: skip
-            heard: Measured | None = None
+            result: Measured | None = None
             try:
                 for line in process.stdout or ():
-                    said = _SAID.validate_json(line)
-                    if isinstance(said, Measured):
-                        heard = said
+                    record = _LINE.validate_json(line)
+                    if isinstance(record, Measured):
+                        result = record
                     else:
-                        progress.step(said.what, said.done, said.total)
+                        progress.step(record.what, record.done, record.total)
             except BaseException:
                 process.kill()
                 raise
-        if heard is None or process.returncode != 0:
+        if result is None or process.returncode != 0:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
             raise BuildError(f"measuring backends failed: {last}; deploy without it (tune=False, --no-tune)")
     if target is not None:
-        target.session = heard.session
-    manifest.choice = heard.choice
-    manifest.children[MEASURING] = Cost(seconds=round(time.perf_counter() - start, 3), memory=heard.memory)
+        target.session = result.session
+    manifest.choice = result.choice
+    manifest.children[MEASURING] = Cost(seconds=round(time.perf_counter() - start, 3), memory=result.memory)
 
 
-class _Told:
-    """Progress of which the process that waits is told."""
+class _Reporter:
+    """Progress, reported to the parent process as lines of JSON."""
 
     def __init__(self) -> None:
         self._lines = os.fdopen(os.dup(1), "w")
@@ -113,18 +113,18 @@ class _Told:
     def stage(self, name: str, number: int, total: int) -> None: ...
 
     def step(self, what: str, done: float, total: float | None) -> None:
-        self.say(Step(what=what, done=done, total=total))
+        self.write(Step(what=what, done=done, total=total))
 
-    def say(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
         print(record.model_dump_json(), file=self._lines, flush=True)
 
 
 def measured(folder: Path, seconds: float, progress: Progress) -> Measured:
-    """Measure the bundle in a folder for about so many seconds."""
+    """Measure the bundle in a folder for about this many seconds."""
     end = time.perf_counter() + seconds
     bundle = Bundle(folder, lazily=True, trusted=False)
     if (target := bundle.manifest.targets.get("onnxruntime")) is not None:
-        with suppress(Exception):  # verify reports what ONNX Runtime does not run
+        with suppress(Exception):  # verify reports what ONNX Runtime cannot run
             target.session = tune_session(bundle, min(SETTINGS, seconds))
         write_manifest(folder, bundle.manifest, only_new=True)  # the backends run with these settings
     choice = choose_backend(Bundle(folder, lazily=True, trusted=False), end - time.perf_counter(), progress)
@@ -132,10 +132,10 @@ def measured(folder: Path, seconds: float, progress: Progress) -> Measured:
 
 
 def main(folder: Path, seconds: float) -> None:
-    """Measure, and tell the process that waits."""
+    """Measure, and report to the parent process."""
     end_with_parent()
-    told = _Told()
-    told.say(measured(folder, seconds, told))
+    reporter = _Reporter()
+    reporter.write(measured(folder, seconds, reporter))
 
 
 if __name__ == "__main__":

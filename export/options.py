@@ -25,28 +25,29 @@ from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
 
 KEEPS_SOME = "auto-"
-"""Prefix of a quantised precision with which products may stay in fp32 for the model to be as right as was asked."""
+"""Prefix of a quantised precision with which products may stay in fp32 to meet the requirement."""
 
 AUTOMATIC = {"auto": ("fp16", "bf16"), "auto-fp16": ("fp16",), "auto-bf16": ("bf16",)}
-"""Values of `precision` that let attnforge choose every operator's precision, and the 16-bit ones that each tries."""
+"""Values of `precision` that let attnforge choose every operator's precision, and the 16-bit precisions that each
+tries."""
 
 QUANTISED = {f"{auto}{p.name}": p for p in PRECISIONS.values() if p.is_quantised for auto in ("", KEEPS_SOME)}
-"""Values of `precision` that quantise products, and what to."""
+"""Values of `precision` that quantise products, and the precision they quantise to."""
 
 MOST_PLACES = 2**24
-"""Tokens that a decoder's cache may hold for each sample."""
+"""Maximum capacity of a decoder's cache, in tokens per sample."""
 
 FP8_FOR = ("SM89", "SM120")
-"""GPUs that a TensorRT-RTX plan with fp8 is for, unless others are named; older ones have none."""
+"""GPUs that a TensorRT-RTX plan with fp8 is built for by default; older ones have no fp8."""
 
 WITHOUT_FP8 = ("SM75", "SM80", "SM86")
 
 Real = Sequence[Any] | Mapping[str, Any] | os.PathLike[str]
-"""Inputs of one call: by position, by name, or an `.npz` that holds them by name."""
+"""Inputs of one call: by position, by name, or an `.npz` of named arrays."""
 
 
 class Keywords(TypedDict, total=False):
-    """The options that :func:`attnforge.deploy` takes by keyword alone; its docstring says what each means."""
+    """The keyword-only options of :func:`attnforge.deploy`, whose docstring describes them."""
 
     compute_capabilities: Sequence[str]
     profiles: Sequence[Mapping[str, Range]]
@@ -72,11 +73,11 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class DeployOptions:
-    """How a model is deployed; :func:`attnforge.deploy` says what each option means.
+    """The options of a deploy; :func:`attnforge.deploy` describes each option.
 
     Raises:
-        UnknownNameError: no such precision, target or metric.
-        UsageError: options that exclude each other, or a number outside its range.
+        UnknownNameError: an unknown precision, target or metric.
+        UsageError: options that exclude each other, or a number out of range.
     """
 
     precision: str | None = None
@@ -108,12 +109,14 @@ class DeployOptions:
             raise UsageError(f"cache_tokens is {self.cache_tokens}; give a number of tokens, 1 to {MOST_PLACES:,}")
         if self.cache_tokens is None and (self.tokenizer is not None or self.stop):
             raise UsageError(
-                "a tokenizer and the ids at which texts stop are for generation; give cache_tokens as well"
+                "a tokenizer and stop token ids are for generation, which needs a cache; give cache_tokens as well"
             )
         if self.max_eager_error is not None and not 0 < self.max_eager_error < math.inf:
             raise UsageError(f"max_eager_error is {self.max_eager_error:g}; give a relative error above 0, such as 0.5")
         if self.name and (len(self.name) > LONGEST_NAME or plain(self.name) != self.name):
-            raise UsageError(f"name is {shortened(repr(self.name))}; give one line of at most {LONGEST_NAME:,} letters")
+            raise UsageError(
+                f"name is {shortened(repr(self.name))}; give one line of at most {LONGEST_NAME:,} characters"
+            )
         self._check_precision()
         self._check_cache_precision()
         self._check_targets()
@@ -121,17 +124,17 @@ class DeployOptions:
 
     @property
     def automatic(self) -> tuple[str, ...]:
-        """The 16-bit precisions to choose from; none where the precision is given."""
+        """The 16-bit precisions to choose from; empty if the precision is given."""
         return AUTOMATIC.get(self.precision or "", ())
 
     @property
     def quantised(self) -> Precision | None:
-        """What products are to be quantised to; None where none are."""
+        """The quantisation of products; None without one."""
         return QUANTISED.get(self.precision or "")
 
     @property
     def is_quantised(self) -> bool:
-        """Whether products or caches are to be in few bits."""
+        """Whether products or caches are quantised."""
         return self.quantised is not None or self.cache_precision is not None
 
     @property
@@ -141,7 +144,7 @@ class DeployOptions:
 
     @property
     def built_for(self) -> Sequence[str]:
-        """The compute capabilities that TensorRT-RTX's plan is for; none for a portable one."""
+        """The compute capabilities that TensorRT-RTX's plan is built for; empty for a portable one."""
         return self.compute_capabilities or (FP8_FOR if self._is_fp8 else ())
 
     @property
@@ -150,7 +153,7 @@ class DeployOptions:
 
     @property
     def source_precision(self) -> str | None:
-        """Name of the precision to export the model in; None for a graph's or program's own."""
+        """Name of the precision to export the model at; None for a graph's or program's own."""
         return "fp32" if self.automatic or self.quantised or self.cache_precision else self.precision
 
     def _check_precision(self) -> None:
@@ -161,27 +164,29 @@ class DeployOptions:
         if error is not None:
             if not (self.automatic or self.quantised or self.cache_precision):
                 raise UsageError(
-                    f"a largest error of {error:g} is for precision auto or {', '.join(QUANTISED)}, or a "
-                    f"cache_precision, not {precision or 'fp32'}"
+                    f"max_error is {error:g} and the precision {precision or 'fp32'}; it is for precision auto or "
+                    f"{', '.join(QUANTISED)}, or a cache_precision"
                 )
             if not 0 < error < 1:
-                raise UsageError(f"the largest error is {error:g}; give a relative one, between 0 and 1")
+                raise UsageError(f"max_error is {error:g}; give a relative error between 0 and 1")
         if self.quantised and error is None and (self.metric is None or self.least is None):
             raise UsageError(
-                f"{precision} changes what the model answers, and nothing says by how much it may; give max_error (a "
-                "relative one, such as 0.05), or a metric and the least that it is to reach"
+                f"{precision} changes what the model answers, and no limit was given; give max_error (a relative "
+                "error, such as 0.05), or a metric and its least value"
             )
         if self.attention_precision is None:
             return
         if self.automatic:
-            raise UsageError("attention is given a precision of its own, and precision auto chooses it; leave one out")
+            raise UsageError("attention_precision was given with precision auto, which chooses it; leave one out")
         low = [p.name for p in PRECISIONS.values() if p.is_low]
         if self.attention_precision == "fp8":
-            raise UsageError("attention is in fp8 beside products in fp8, where it is fused; deploy with precision fp8")
+            raise UsageError(
+                "attention is in fp8 only with products in fp8, where it is fused; deploy with precision fp8"
+            )
         if self.attention_precision in QUANTISED:
             raise UsageError(
-                f"attention is asked for in {self.attention_precision}, which no TensorRT fuses and which errs by a "
-                f"tenth; give {' or '.join(low)}"
+                f"attention_precision is {self.attention_precision}, which no TensorRT fuses and whose error is about "
+                f"a tenth; give {' or '.join(low)}"
             )
         if self.attention_precision not in low:
             raise UnknownNameError("attention precision", self.attention_precision, low)
@@ -192,21 +197,21 @@ class DeployOptions:
         if self.cache_precision != "int8":
             raise UnknownNameError("cache precision", self.cache_precision, ["int8"])
         if self.cache_tokens is None:
-            raise UsageError("caches are to be int8, and there are none; give cache_tokens as well")
+            raise UsageError("cache_precision is int8 and there is no cache; give cache_tokens as well")
         if self.automatic or self.precision not in (None, "fp32", *QUANTISED):
             raise UsageError(
-                f"caches in int8 are beside fp32 or products in few bits, not {self.precision}: what runs steps "
-                "computes in fp32; leave the precision or the cache's out"
+                f"int8 caches need fp32 or quantised products, not {self.precision}, because decoder steps compute in "
+                "fp32; leave out the precision or the cache precision"
             )
         if not self.data:
             raise UsageError(
-                "caches in int8 have ranges of real keys and values, and no real inputs were given; give some as data "
-                "(--calibrate)"
+                "int8 caches take their ranges from real keys and values, and no real inputs were given; give some as "
+                "data (--calibrate)"
             )
         if self.max_error is None and (self.metric is None or self.least is None):
             raise UsageError(
-                "a cache in int8 changes what the model answers, and nothing says by how much it may; give max_error "
-                "(a relative one, such as 0.05), or a metric and the least that it is to reach"
+                "an int8 cache changes what the model answers, and no limit was given; give max_error (a relative "
+                "error, such as 0.05), or a metric and its least value"
             )
 
     def _check_targets(self) -> None:
@@ -215,7 +220,7 @@ class DeployOptions:
                 raise UnknownNameError("target", target, TARGETS)
         if self.targets is not None and not self.targets:
             raise UsageError(
-                f"no target was given; name some of {', '.join(TARGETS)}, or none to build all that can be built here"
+                f"targets is empty; name some of {', '.join(TARGETS)}, or leave it out to build all that builds here"
             )
 
     def _check_data(self) -> None:
@@ -223,7 +228,7 @@ class DeployOptions:
             raise UsageError(f"{len(self.labels)} labels were given for {len(self.data)} inputs; give one for each")
         if self.least is not None:
             if self.metric is None:
-                raise UsageError(f"a metric is to reach {self.least:g}, and none was named; name accuracy or cosine")
+                raise UsageError(f"least is {self.least:g} and no metric was named; name accuracy or cosine")
             check_least(self.least)
         if self.metric is not None:
             if not self.data:
@@ -232,54 +237,54 @@ class DeployOptions:
 
     @cached_property
     def known_labels(self) -> Sequence[Any]:
-        """The labels that were given, or else those that the files of real inputs hold.
+        """The labels that were given, or else those in the files of real inputs.
 
         Raises:
             InputError: a file is missing or damaged.
-            UsageError: some of the real inputs have labels and others none.
+            UsageError: some of the real inputs have labels and others have none.
         """
         if self.labels:
             return self.labels
-        held = [read_labels(Path(values)) if isinstance(values, os.PathLike) else None for values in self.data]
-        labels = [array for array in held if array is not None]
-        if labels and len(labels) < len(held):
+        stored = [read_labels(Path(values)) if isinstance(values, os.PathLike) else None for values in self.data]
+        labels = [array for array in stored if array is not None]
+        if labels and len(labels) < len(stored):
             raise UsageError(
-                f"{len(labels)} of {len(held)} real inputs have labels; give all some, as {LABELS!r} in each file, or "
-                "none"
+                f"{len(labels)} of {len(stored)} real inputs have labels; give all of them labels, as {LABELS!r} in "
+                "each file, or none"
             )
         return labels
 
     def attention_at(self, precision: Precision, targets: Sequence[str]) -> Precision | None:
-        """The precision that TensorRT computes attention alone in, or None where it is the bundle's own. Beside
-        quantised products it is fp16 where none is given, for TensorRT has no fused kernel for fp32.
+        """The precision at which TensorRT computes attention alone, or None if it is the bundle's own. With quantised
+        products it is fp16 by default, because TensorRT has no fused kernel for fp32.
 
         Args:
-            precision: of the bundle.
-            targets: that are built.
+            precision: the bundle's precision.
+            targets: the targets that are built.
 
         Raises:
-            UsageError: the bundle is a 16-bit one already, or TensorRT is no target.
+            UsageError: the bundle is in 16 bits already, or TensorRT is not a target.
         """
         if self.attention_precision is None:
-            beside = self.quantised and set(targets) & set(FLAVOURS)
-            return PRECISIONS["fp16"] if beside else None
+            for_tensorrt = self.quantised and set(targets) & set(FLAVOURS)
+            return PRECISIONS["fp16"] if for_tensorrt else None
         if precision.is_low:
             raise UsageError(
-                f"attention is to be {self.attention_precision} in a bundle that is {precision.name} throughout; leave "
+                f"attention_precision is {self.attention_precision} and the whole bundle is in {precision.name}; leave "
                 "the attention precision out, or deploy in fp32 or tf32"
             )
         if not set(targets) & set(FLAVOURS):
             raise UsageError(
-                f"attention is to be {self.attention_precision} for TensorRT, and only {', '.join(targets)} is built; "
-                f"add a target ({', '.join(FLAVOURS)}), or leave the attention precision out"
+                f"attention_precision ({self.attention_precision}) is for TensorRT, and only {', '.join(targets)} is "
+                f"built; add a target ({', '.join(FLAVOURS)}), or leave the attention precision out"
             )
         return PRECISIONS[self.attention_precision]
 
     def check_effect(self, targets: Sequence[str]) -> None:
-        """Check that every option has a target that it is for.
+        """Check that every option has a target that it applies to.
 
         Args:
-            targets: that are built.
+            targets: the targets that are built.
 
         Raises:
             UsageError: an option is for TensorRT alone, which is not built.
@@ -302,7 +307,7 @@ class DeployOptions:
             )
 
     def real_data(self, inputs: list[TensorSpec]) -> Data:
-        """The real inputs by name, floating-point ones in the dtypes of the model, and their labels.
+        """The real inputs by name, floating-point ones in the model's dtypes, and their labels.
 
         Raises:
             InputError: inputs that the model does not take.
@@ -314,12 +319,12 @@ class DeployOptions:
             cases.append(
                 {spec.name: a.astype(spec.dtype) if is_floating(a := arrays[spec.name]) else a for spec in inputs}
             )
-        takes_labels = any(spec.name == LABELS for spec in inputs)  # then they are an input like others
+        takes_labels = any(spec.name == LABELS for spec in inputs)  # then labels are an input like any other
         labels = self.labels if takes_labels else self.known_labels
         return Data(cases, [np.asarray(to_numpy(LABELS, array)) for array in labels])
 
     def requirement(self, data: Data) -> Requirement:
-        """What the chosen precisions have to meet, where they are chosen."""
+        """The requirement on chosen precisions; None if they are not chosen."""
         if self.metric is None:
             return Requirement(self.max_error)
         labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}

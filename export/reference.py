@@ -52,14 +52,14 @@ from attnforge.runtime.parity.budget import (
 )
 
 NEAR = 4
-"""How far below the floor eager's error has to be for the floor to be the budget, however its error is drawn."""
+"""Ratio of the floor to eager's error from which the floor is the budget, whatever inputs are drawn."""
 
 BY_CHANCE = 1000
-"""How many times smaller than usual such an output may be by chance, on inputs that are not usual themselves; a model
+"""Factor by which such an output may be smaller than usual by chance, on inputs that are not usual themselves; a model
 whose outputs shrink with its inputs has far smaller ones on denormal inputs."""
 
 MARGIN = 16
-"""How far below what the model bears in eager its extremes are: another order of the same sums overflows sooner."""
+"""Ratio of the largest inputs that eager supports to the extremes: other summation orders overflow sooner."""
 
 
 class ReferenceModel(Protocol):
@@ -67,7 +67,7 @@ class ReferenceModel(Protocol):
 
     Attributes:
         inputs: name, dtype and dims of each input.
-        precision: at which :meth:`eager` computes.
+        precision: the precision at which :meth:`eager` computes.
     """
 
     inputs: list[TensorSpec]
@@ -75,22 +75,22 @@ class ReferenceModel(Protocol):
 
     @property
     def reference(self) -> str:
-        """What computes the outputs, for the manifest."""
+        """Description of what computes the outputs, for the manifest."""
 
     @property
     def example(self) -> dict[str, Array]:
         """The example inputs by name, in the dtypes of `inputs`."""
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name at the precision; 16-bit ones as float32, which holds every one of them."""
+        """Outputs by name at the precision; 16-bit ones as float32, which represents them exactly."""
 
     def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
         """Outputs by name in float64.
 
         Args:
-            inputs: by name.
-            peaks: gets the largest absolute number of every operator's results, in the order in which operators run,
-                where the model knows them; else it stays as it is.
+            inputs: inputs by name.
+            peaks: receives the largest absolute value of every operator's results, in execution order, if the model
+                knows them; otherwise unchanged.
         """
 
     def at(self, precision: Precision) -> ReferenceModel:
@@ -98,11 +98,11 @@ class ReferenceModel(Protocol):
 
 
 class Derived:
-    """A model whose eager is that of another one, and whose float64 is its own.
+    """A model whose eager is another model's, and whose float64 is its own.
 
     Args:
         whole: the model.
-        precision: of the other one.
+        precision: the other model's precision.
     """
 
     def __init__(self, whole: ReferenceModel, precision: Precision) -> None:
@@ -122,11 +122,11 @@ class Derived:
 
 @dataclass(frozen=True)
 class Data:
-    """Real inputs, a case each, and labels where the task has some.
+    """Real inputs, one case each, and labels if the task has some.
 
     Attributes:
         inputs: arrays by name, for every case.
-        labels: of the samples of each case; empty where there are none.
+        labels: labels of the samples of each case; empty if there are none.
     """
 
     inputs: Sequence[Mapping[str, Array]] = ()
@@ -145,14 +145,15 @@ def write_reference(
     """Run every case through the model at the bundle's precision and in float64, and write inputs and outputs.
 
     Args:
-        folder: of the bundle.
-        model: gives the outputs.
-        graph: the canonical graph, by which the cost of a run is counted (:func:`~attnforge.runtime.cases.cases`).
-        attention: precision of attention alone, where it is not the bundle's. Eager cannot compute attention alone at
-            another precision, so all of the model runs at it: the yardstick of :mod:`attnforge.runtime.parity.budget`.
-        data: real inputs, which become cases after those that are made from seeds.
-        progress: hears of every case.
-        caches: of a decoder: what they are to hold.
+        folder: the bundle's folder.
+        model: computes the outputs.
+        graph: the canonical graph, from which the cost of a run is counted (:func:`~attnforge.runtime.cases.cases`).
+        attention: precision of attention alone, if it is not the bundle's. Eager cannot compute attention alone at
+            another precision, so the whole model runs at it: the eager baseline of
+            :mod:`attnforge.runtime.parity.budget`.
+        data: real inputs, which become cases after the seeded ones.
+        progress: receives each case.
+        caches: for a decoder, the expected contents of its caches.
 
     Returns:
         the cases, with the scale of their inputs and the spread of eager's error.
@@ -160,7 +161,7 @@ def write_reference(
     cost = run_cost(graph)
     stored, cases = stored_inputs(model, data or Data(), cost)
     if caches is not None:
-        cases += _whole_cache(model.inputs[0], caches.places, len(cases))
+        cases += _whole_cache(model.inputs[0], caches.capacity, len(cases))
     low = model.at(attention) if attention is not None else None
     outputs: dict[str, Array] = {}
     few, few_in_caches = _FewNumbers(), _FewNumbers()
@@ -168,19 +169,19 @@ def write_reference(
     reach = _Reach(model.precision.largest)
     for_draws = _left(cases, cost)
     steps = Steps(progress, sum(cost(case.sizes) for case in cases) + for_draws)
-    for case in sorted(cases, key=lambda case: case.name != LARGEST):  # its memory is taken before other is kept
+    for case in sorted(cases, key=lambda case: case.name != LARGEST):  # it needs its memory before results accumulate
         steps.begin(case.name, cost(case.sizes))
         if (results := _bounded(case, model, low, stored, reach)) is None:
             cases.remove(case)
             continue
         inputs, eager, exact = results
         outputs |= _sampled(case, eager, "eager") | _sampled(case, exact, "float64")
-        yardstick = eager
+        baseline = eager
         if low is not None and attention is not None:
-            yardstick = low.eager(at_precision(inputs, attention))
-            outputs |= _sampled(case, yardstick, attention.name)
+            baseline = low.eager(at_precision(inputs, attention))
+            outputs |= _sampled(case, baseline, attention.name)
         if not case.is_ordinary:
-            errors = {output: _Error.of(array, exact[output]) for output, array in yardstick.items()}
+            errors = {output: _Error.of(array, exact[output]) for output, array in baseline.items()}
             truth = {output: sampled(array, case) for output, array in exact.items()}
             draws.append(_Draws(case, inputs, model, low or model, errors, truth))
         few.add(case, eager, exact)
@@ -206,12 +207,12 @@ def write_reference(
 
 
 def stored_inputs(model: ReferenceModel, data: Data, cost: Cost) -> tuple[dict[str, Array], list[Case]]:
-    """The inputs that the bundle keeps (the example, and real data with its labels), and all cases.
+    """The inputs that the bundle stores (the example, and real data with its labels), and all cases.
 
     Args:
         model: the model.
         data: real inputs.
-        cost: of a run.
+        cost: the cost of a run.
     """
     stored, cases = dict(model.example), seeded_cases(model.inputs, cost)
     for i, inputs in enumerate(data.inputs):
@@ -224,13 +225,13 @@ def stored_inputs(model: ReferenceModel, data: Data, cost: Cost) -> tuple[dict[s
     return stored, cases
 
 
-def _whole_cache(tokens: TensorSpec, places: int, seed: int) -> list[Case]:
-    """The case of one sample with as many tokens as a decoder's caches hold; none where a call may have as many."""
+def _whole_cache(tokens: TensorSpec, capacity: int, seed: int) -> list[Case]:
+    """The case of one sample that fills a decoder's caches; none if a call may have as many tokens."""
     batch, count, *_ = tokens.dims
     assert isinstance(count, DimSpec)
-    if count.max == places:
+    if count.max == capacity:
         return []
-    sizes = {count.symbol: places} | ({batch.symbol: 1} if isinstance(batch, DimSpec) else {})
+    sizes = {count.symbol: capacity} | ({batch.symbol: 1} if isinstance(batch, DimSpec) else {})
     return [Case(name=WHOLE_CACHE, sizes=sizes, kind="normal", seed=seed)]
 
 
@@ -241,9 +242,9 @@ Results = tuple[dict[str, Array], dict[str, Array], dict[str, Array]]
 def _bounded(
     case: Case, model: ReferenceModel, low: ReferenceModel | None, stored: Mapping[str, Array], reach: _Reach
 ) -> Results | None:
-    """What :func:`_run` gives, with the scale of hard inputs set. Where eager refuses whole numbers, such as the place
-    of a token in an input that is shorter than the example, the largest is halved until eager takes them. None where it
-    bears neither zeros nor large numbers, or is not near float64 for these: then the case proves nothing."""
+    """Results of :func:`_run`, with the scale of hard inputs set. If eager refuses integers, such as token positions in
+    an input that is shorter than the example, the largest is halved until eager accepts them. None if it can take
+    neither zeros nor large numbers, or is not near float64 for these: then the case proves nothing."""
     while True:
         try:
             _set_scale(case, model, low, reach)
@@ -259,8 +260,8 @@ def _bounded(
 
 
 def _run(case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: _Reach) -> Results:
-    """Inputs, eager outputs and float64 outputs of a case. Where its inputs are large, its scale is halved until eager
-    no longer overflows, and no result on the way is beyond the precision's range: an overflow says nothing about a
+    """Inputs, eager outputs and float64 outputs of a case. If its inputs are large, its scale is halved until eager no
+    longer overflows and no intermediate result is beyond the precision's range: an overflow says nothing about a
     backend."""
     while True:
         inputs = make_inputs(case, model.inputs, stored)
@@ -277,7 +278,7 @@ def _run(case: Case, model: ReferenceModel, stored: Mapping[str, Array], reach: 
 
 
 def _sampled(case: Case, outputs: Mapping[str, Array], which: str) -> dict[str, Array]:
-    """What the bundle keeps of all outputs of a case, by key."""
+    """The stored arrays of all outputs of a case, by key."""
     arrays: dict[str, Array] = {}
     for output, array in outputs.items():
         arrays |= kept(array, case, key(case, output, which))
@@ -285,14 +286,14 @@ def _sampled(case: Case, outputs: Mapping[str, Array], which: str) -> dict[str, 
 
 
 def kept(array: Array, case: Case, name: str) -> dict[str, Array]:
-    """What the bundle keeps of one output: all of it under `name`, or the numbers at some places and sums of all."""
+    """The stored arrays of one output: all of it under `name`, or sampled elements and block sums."""
     sums = blocks(array, case)
     numbers = {name: np.ascontiguousarray(sampled(array, case))}
     return numbers if sums is None else {**numbers, f"{name}/blocks": sums}
 
 
 def _storable(array: Array) -> Array:
-    """An array as safetensors stores it: contiguous, and bfloat16 as float32, for NumPy's has no name there."""
+    """An array as safetensors stores it: contiguous, and bfloat16 as float32, because it does not know NumPy's."""
     return np.asarray(array.astype(np.float32) if array.dtype == BFLOAT16 else array, order="C")
 
 
@@ -306,12 +307,11 @@ def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str,
 
 
 class _Reach:
-    """Whether a model's results on the way stay within the range of its precision: what is beyond it overflows in one
-    order of operators and not in another. Results that are beyond it on ordinary inputs too, as a mask's numbers are,
-    do not count.
+    """Whether a model's intermediate results stay within the range of its precision: beyond it, one order of operators
+    overflows and another does not. Results that are beyond it on ordinary inputs too, as in a mask, do not count.
 
     Args:
-        largest: number of the precision.
+        largest: largest number of the precision.
     """
 
     def __init__(self, largest: float) -> None:
@@ -319,15 +319,15 @@ class _Reach:
         self._usual: list[bool] | None = None
 
     def note(self, peaks: Sequence[float]) -> None:
-        """Note the largest numbers of every operator's results on ordinary inputs."""
+        """Note the peaks of every operator's results on ordinary inputs."""
         beyond = self._beyond(peaks)
         if self._usual is None or len(self._usual) != len(beyond):
             self._usual = beyond
         else:
-            self._usual = [one or other for one, other in zip(self._usual, beyond, strict=True)]
+            self._usual = [known or now for known, now in zip(self._usual, beyond, strict=True)]
 
     def is_left(self, peaks: Sequence[float]) -> bool:
-        """Whether an operator's results are beyond the range; False of a model that runs other operators than usual."""
+        """Whether an operator's results are beyond the range; False if the model runs other operators than usual."""
         beyond = self._beyond(peaks)
         if self._usual is None or len(self._usual) != len(beyond):
             return False
@@ -338,23 +338,23 @@ class _Reach:
 
 
 def _set_scale(case: Case, model: ReferenceModel, low: ReferenceModel | None, reach: _Reach) -> None:
-    """Set the scale of inputs that are as small as the precision's denormals or as large as the model bears."""
+    """Set the scale of inputs that are as small as the precision's denormals or as large as the model can take."""
     if case.kind == "denormal":
         case.scale = model.precision.smallest_normal / _limit(model, "smallest_normal")
     if case.kind == "extremes":
-        case.scale = min(_borne(case, bearer, reach) for bearer in (model, low) if bearer is not None)
+        case.scale = min(_largest_scale(case, computed, reach) for computed in (model, low) if computed is not None)
 
 
-def _borne(case: Case, model: ReferenceModel, reach: _Reach) -> float:
-    """How large the extremes may be, relative to the largest number of the inputs' dtype, for eager to be right and for
-    no result on the way to be beyond the range. Where eager overflows on the way, its output depends on the order of
-    its sums, and says nothing about a backend."""
+def _largest_scale(case: Case, model: ReferenceModel, reach: _Reach) -> float:
+    """The maximum size of the extremes, relative to the largest number of the inputs' dtype, for eager to be right and
+    for all intermediate results to be within the range. If eager overflows on the way, its output depends on its
+    summation order and says nothing about a backend."""
     precision, largest = model.precision, _limit(model, "max")
     step = 4.0 if precision.largest < 1e5 else 256.0
     count = max(math.ceil(math.log(precision.largest, step)), 0)  # down to inputs of 1
     scales = [precision.largest / largest / step**i for i in range(count)]
 
-    def is_borne(scale: float) -> bool:
+    def is_supported(scale: float) -> bool:
         inputs = make_inputs(case.model_copy(update={"scale": scale}), model.inputs, {})
         eager = model.eager(at_precision(inputs, precision))
         if not any(np.isfinite(array).any() for array in eager.values()):
@@ -364,21 +364,22 @@ def _borne(case: Case, model: ReferenceModel, reach: _Reach) -> float:
         is_right = all(_is_right(array, exact[output], precision) for output, array in eager.items())
         return is_right and not reach.is_left(peaks)
 
-    first = _first(scales, is_borne)
+    first = _first(scales, is_supported)
     return scales[first] / MARGIN if first < count else scales[-1] / step
 
 
-def _first(scales: Sequence[float], is_borne: Callable[[float], bool]) -> int:
-    """Index of the first scale that is borne, as all after it are; their number where none is. It is sought from the
-    middle outwards: a model that normalises squares its inputs, and overflows in the middle of a precision's range."""
+def _first(scales: Sequence[float], is_supported: Callable[[float], bool]) -> int:
+    """Index of the first scale that the model can take, as it can all after it; their number if there is none. The
+    search starts in the middle: a model that normalises squares its inputs, and overflows in the middle of a
+    precision's range."""
     low, high, step = -1, len(scales), 1
-    at = high // 2
+    probe = high // 2
     while high - low > 1:
-        at = at if low < at < high else (low + high) // 2
-        if is_borne(scales[at]):
-            high, at = at, at - step
+        probe = probe if low < probe < high else (low + high) // 2
+        if is_supported(scales[probe]):
+            high, probe = probe, probe - step
         else:
-            low, at = at, at + step
+            low, probe = probe, probe + step
         step *= 2
     return high
 
@@ -390,22 +391,22 @@ def _limit(model: ReferenceModel, which: str) -> float:
 
 
 def _overflows(eager: Array, exact: Array, precision: Precision) -> bool:
-    """Whether eager has NaN or infinity where the precision holds float64's number."""
-    return not all(np.isfinite(array).all() for array, _ in _held(eager, exact, precision))
+    """Whether eager has NaN or infinity where the precision can represent float64's number."""
+    return not all(np.isfinite(array).all() for array, _ in _representable(eager, exact, precision))
 
 
 def _is_right(eager: Array, exact: Array, precision: Precision) -> bool:
-    """Whether eager is finite and near float64 wherever the precision holds float64's number."""
+    """Whether eager is finite and near float64 wherever the precision can represent float64's number."""
     if _overflows(eager, exact, precision):
         return False
-    return relative_error_in(_held(eager, exact, precision)) <= FAR_OFF * precision.floor
+    return relative_error_in(_representable(eager, exact, precision)) <= FAR_OFF * precision.floor
 
 
-def _held(eager: Array, exact: Array, precision: Precision) -> Iterator[tuple[Array, Array]]:
-    """The numbers of both, in float64, where the precision holds float64's: finite and within its range."""
+def _representable(eager: Array, exact: Array, precision: Precision) -> Iterator[tuple[Array, Array]]:
+    """The numbers of both, in float64, where the precision can represent float64's: finite and within its range."""
     for array, truth in pieces(eager, exact):
-        places = np.isfinite(truth) & (np.abs(truth) <= precision.largest)
-        yield array[places].astype(np.float64), truth[places]
+        inside = np.isfinite(truth) & (np.abs(truth) <= precision.largest)
+        yield array[inside].astype(np.float64), truth[inside]
 
 
 # --- how widely eager's error spreads ---------------------------------------------------------------------------------
@@ -413,13 +414,13 @@ def _held(eager: Array, exact: Array, precision: Precision) -> Iterator[tuple[Ar
 
 @dataclass(frozen=True)
 class _Error:
-    """Eager's error on one output, over the numbers that are finite in eager and in float64.
+    """Eager's error on one output, over the elements that are finite in eager and in float64.
 
     Attributes:
-        relative: its norm over float64's.
-        absolute: the largest of one number.
-        largest: the largest number of float64.
-        size: how many numbers were compared.
+        relative: norm of the error over the norm of float64's output.
+        absolute: largest error of one element.
+        largest: largest absolute value in float64.
+        size: number of elements compared.
     """
 
     relative: float
@@ -429,12 +430,12 @@ class _Error:
 
     @classmethod
     def of(cls, eager: Array, exact: Array) -> _Error:
-        """The error of eager's numbers."""
+        """The error of eager's output."""
 
         def finite() -> Iterator[tuple[Array, Array]]:
             for array, truth in pieces(eager, exact):
-                places = np.isfinite(array) & np.isfinite(truth)
-                yield array[places].astype(np.float64), truth[places]
+                both = np.isfinite(array) & np.isfinite(truth)
+                yield array[both].astype(np.float64), truth[both]
 
         absolute, largest, size = 0.0, 0.0, 0
         for array, truth in finite():
@@ -444,20 +445,21 @@ class _Error:
 
 
 class _Draws:
-    """The errors of the yardstick's eager on one case, and on the same inputs moved to neighbouring numbers.
+    """The errors of the eager baseline on one case, and on the same inputs moved to neighbouring numbers.
 
-    On hard inputs, where two scores nearly tie, say, and of a handful of numbers, eager's error is one draw from a wide
-    distribution, and a backend's another; a few draws show how wide it is. Beyond 16 bits the truth's own move counts
-    as well: an answer that is exact for inputs which differ by a rounding is right (the backward error of N. Higham,
-    Accuracy and Stability of Numerical Algorithms, 1.5), and eager may sum in an order that happens to err far less.
+    On hard inputs (two scores nearly tie, say) and on outputs of a handful of elements, eager's error is one draw from
+    a wide distribution, and a backend's is another; a few draws show how wide it is. Beyond 16 bits the change of the
+    float64 output counts as well: an answer that is exact for inputs which differ by a rounding is right (the backward
+    error of N. Higham, Accuracy and Stability of Numerical Algorithms, 1.5), and eager may sum in an order that happens
+    to err far less.
 
     Args:
-        case: whose spread to find.
-        inputs: of the case.
-        model: gives float64.
-        yardstick: gives eager's outputs.
-        errors: of the yardstick on the case itself, by the outputs to draw.
-        truth: what float64 gives for the case itself, by output, at the places that the bundle keeps.
+        case: the case whose spread to find.
+        inputs: inputs of the case.
+        model: computes float64.
+        baseline: computes eager's outputs.
+        errors: errors of the baseline on the case itself, by the outputs to draw.
+        truth: float64's output for the case itself, by output, at the elements that the bundle stores.
     """
 
     def __init__(
@@ -465,24 +467,24 @@ class _Draws:
         case: Case,
         inputs: Mapping[str, Array],
         model: ReferenceModel,
-        yardstick: ReferenceModel,
+        baseline: ReferenceModel,
         errors: Mapping[str, _Error],
         truth: Mapping[str, Array] | None = None,
     ) -> None:
         self.case = case
-        self._truth = {} if truth is None or yardstick.precision.is_low else truth
+        self._truth = {} if truth is None or baseline.precision.is_low else truth
         self._moves: dict[str, list[_Error]] = {output: [] for output in errors}
-        self._model, self._yardstick = model, yardstick
-        self._inputs = at_precision(inputs, yardstick.precision)
+        self._model, self._baseline = model, baseline
+        self._inputs = at_precision(inputs, baseline.precision)
         self._can_move = any(is_floating(array) and array.any() for array in self._inputs.values())
         self._rng = np.random.Generator(np.random.PCG64([case.seed, MOST_DRAWS]))
         self._errors = {output: [error] for output, error in errors.items()}
         self._count = 0
 
     def more(self) -> None:
-        """Draw once more."""
+        """Draw another error."""
         moved = {name: _neighbours(a, self._rng) if is_floating(a) else a for name, a in self._inputs.items()}
-        eager, exact = self._yardstick.eager(moved), self._model.exact(moved)
+        eager, exact = self._baseline.eager(moved), self._model.exact(moved)
         for output, errors in self._errors.items():
             errors.append(_Error.of(eager[output], exact[output]))
             if output in self._truth:
@@ -491,10 +493,10 @@ class _Draws:
 
     @property
     def is_open(self) -> bool:
-        """Whether another draw may change what the budget is: it is not the floor that decides, and there are fewer
-        than :data:`LEAST_DRAWS` (:data:`LEAST_LOW_DRAWS` at 16 bits), or they disagree and there are fewer than
-        :data:`MOST_DRAWS`. Inputs of whole numbers have no neighbours."""
-        least = LEAST_LOW_DRAWS if self._yardstick.precision.is_low else LEAST_DRAWS
+        """Whether another draw may change the budget: the floor does not decide it, and there are fewer than
+        :data:`LEAST_DRAWS` draws (:data:`LEAST_LOW_DRAWS` at 16 bits), or they disagree and there are fewer than
+        :data:`MOST_DRAWS`. Integer inputs have no neighbours."""
+        least = LEAST_LOW_DRAWS if self._baseline.precision.is_low else LEAST_DRAWS
         if self._count >= MOST_DRAWS or not self._can_move:
             return False
         near = [errors for errors in self._errors.values() if self.case.is_ordinary or self._may_decide(errors)]
@@ -502,7 +504,7 @@ class _Draws:
 
     def _may_decide(self, errors: Sequence[_Error]) -> bool:
         """Whether eager's error on an output is not far below the floor."""
-        precision = self._yardstick.precision
+        precision = self._baseline.precision
         return any(
             NEAR * error.relative > precision.floor
             or NEAR * error.absolute > max(4 * precision.ulp(error.largest), precision.floor * error.largest)
@@ -510,22 +512,22 @@ class _Draws:
         )
 
     def widen_spread(self) -> None:
-        """Give the case at least the largest relative and absolute error, by output."""
+        """Raise the case's spread to at least the largest relative and absolute error, by output."""
         for output, errors in self._errors.items():
             every = [*errors, *self._moves[output]]
             _widen(self.case, output, max(e.relative for e in every), max(e.absolute for e in every))
 
 
 def _widen(case: Case, output: str, relative: float, absolute: float) -> None:
-    """Give an output of a case at least these errors as its spread."""
+    """Raise the spread of one output of a case to at least these errors."""
     if not (math.isfinite(relative) and math.isfinite(absolute)):
-        return  # of numbers whose squares overflow float64; such a spread would allow everything
+        return  # the squares overflow float64; such a spread would allow everything
     known = case.spread.get(output, (0.0, 0.0))
     case.spread = {**case.spread, output: (max(known[0], relative), max(known[1], absolute))}
 
 
 def _agree(errors: Sequence[_Error]) -> bool:
-    """Whether the largest error is at most a quarter above the median one, in the norm and of one number."""
+    """Whether the largest error is at most a quarter above the median, in the norm and in the largest element."""
     return all(
         max(numbers) <= 1.25 * statistics.median(numbers)
         for numbers in ([error.relative for error in errors], [error.absolute for error in errors])
@@ -533,10 +535,10 @@ def _agree(errors: Sequence[_Error]) -> bool:
 
 
 def _draw(draws: Sequence[_Draws], runs: float, cost: Cost, steps: Steps) -> float:
-    """Draw in turns, a case at a time, while draws may change a budget and their cost is within `runs`; returns what is
-    left of these."""
-    while still := [of_case for of_case in draws if of_case.is_open and cost(of_case.case.sizes) <= runs]:
-        for of_case in still:
+    """Draw in turns, a case at a time, while draws may change a budget and their cost is within `runs`; returns what
+    remains of it."""
+    while remaining := [of_case for of_case in draws if of_case.is_open and cost(of_case.case.sizes) <= runs]:
+        for of_case in remaining:
             work = cost(of_case.case.sizes)
             runs -= work
             if runs < 0:
@@ -549,15 +551,15 @@ def _draw(draws: Sequence[_Draws], runs: float, cost: Cost, steps: Steps) -> flo
 
 
 def _left(cases: Sequence[Case], cost: Cost) -> float:
-    """Floating-point operations that are left for draws when every case has run once, real data and the largest sizes
-    aside; no fewer than :data:`LEAST_DRAWS` runs take."""
+    """Floating-point operations that are left for draws after every case has run once, not counting real data and the
+    largest sizes; at least as many as :data:`LEAST_DRAWS` runs take."""
     run = run_of_example(cases[0].sizes, cost)
     seeded = [case for case in cases if case.kind != "data" and case.name != LARGEST]
     return max(PASSES * run - sum(cost(case.sizes) for case in seeded), LEAST_DRAWS * run)
 
 
 def _neighbours(array: Array, rng: np.random.Generator) -> Array:
-    """Each number replaced by the next larger or smaller one of its dtype, or left, at random; zeros are left."""
+    """Replace each number by the next larger or smaller one of its dtype, or keep it, at random; zeros are kept."""
     toward = np.array([-np.inf, np.inf], array.dtype)[rng.integers(0, 2, array.shape)]
     moved = np.nextafter(array, toward, dtype=array.dtype)
     keep = ~np.isfinite(moved) | (array == 0) | (rng.random(array.shape) < 1 / 3)
@@ -565,7 +567,7 @@ def _neighbours(array: Array, rng: np.random.Generator) -> Array:
 
 
 class _FewNumbers:
-    """Eager's errors on outputs of few numbers: on ordinary inputs they are draws of one kind."""
+    """Eager's errors on outputs of few elements: on ordinary inputs they are draws from one distribution."""
 
     def __init__(self) -> None:
         self._errors: list[tuple[Case, str, _Error]] = []
@@ -576,11 +578,11 @@ class _FewNumbers:
         self._errors += [(case, output, error) for output, error in errors if 0 < error.size < FEW]
 
     def widen_spreads(self, floor: float) -> None:
-        """Give every case at least the largest error that an ordinary case has on the same output; and a handful of
-        numbers that are near zero by chance half the floor's share of the usual size.
+        """Raise every case's spread to at least the largest error of an ordinary case on the same output; and add half
+        the floor's share of the usual size for a handful of elements that are near zero by chance.
 
         Args:
-            floor: of the precision.
+            floor: the precision's floor.
         """
         for case, output, error in self._errors:
             relative, share = self._largest(output)
@@ -592,19 +594,19 @@ class _FewNumbers:
                 _widen(case, output, floor / 2 * usual / error.largest, floor / 2 * (usual - error.largest))
 
     def _usual_size(self, output: str) -> float:
-        """The largest number of an output, in the median of ordinary cases."""
+        """The median, over ordinary cases, of the largest absolute value of an output."""
         sizes = [error.largest for case, name, error in self._errors if name == output and case.is_ordinary]
         return statistics.median(sizes) if sizes else 0.0
 
     def _largest(self, output: str) -> tuple[float, float]:
-        """The largest relative error that an ordinary case has on an output, and the largest share of one number."""
+        """The largest relative error of an ordinary case on an output, and the largest share of one element."""
         alike = [error for case, name, error in self._errors if name == output and case.is_ordinary]
         share = max((error.absolute / (error.largest or 1) for error in alike), default=0.0)
         return max((error.relative for error in alike), default=0.0), share
 
     def handfuls(self, precision: Precision) -> list[tuple[Case, dict[str, _Error]]]:
-        """The ordinary cases that are made from seeds, and their errors on outputs of fewer than :data:`HANDFUL`
-        numbers, where the floor may not be the budget."""
+        """The ordinary seeded cases, and their errors on outputs of fewer than :data:`HANDFUL` elements, where the
+        floor may not be the budget."""
         errors: dict[str, tuple[Case, dict[str, _Error]]] = {}
         for case, output, error in self._errors:
             is_drawn = case.is_ordinary and case.kind != "data" and error.size < HANDFUL

@@ -1,5 +1,5 @@
-"""What a deploy need not make again, because a deploy of the same model on the same machine made it before: TensorRT
-plans, reference outputs, and what was measured. Each is kept by the content of the files that it was made from."""
+"""Results reused from an earlier deploy of the same model on the same machine: TensorRT plans, reference outputs,
+and measurements. Each is keyed by the content of the files that it was made from."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Reuse:
     """Makes parts of one bundle, or takes them from the cache.
 
     Args:
-        cache: may keep nothing.
-        folder: of the bundle, while it is written.
+        cache: the cache; it may be disabled.
+        folder: the bundle's folder, while it is written.
 
     Attributes:
-        reused: what was taken from the cache.
+        reused: names of the results taken from the cache.
     """
 
     def __init__(self, cache: DeployCache, folder: Path) -> None:
@@ -57,15 +57,15 @@ class Reuse:
         make: Callable[[], list[Case]],
         has_caches: bool = False,
     ) -> list[Case]:
-        """The reference cases, their files written to the bundle. The graph as it was exported tells the module.
+        """The reference cases, their files written to the bundle. The exported graph identifies the module.
 
         Args:
-            model: gives the outputs.
-            attention: precision of attention alone, where it is not the bundle's.
+            model: computes the outputs.
+            attention: precision of attention alone, if it is not the bundle's.
             data: real inputs and labels.
             make: makes the cases and writes their files.
-            has_caches: whether it is a decoder, whose cases also keep what caches are to hold. Cases that do not, for
-                want of memory, are not kept for others.
+            has_caches: whether the model is a decoder, whose cases also store the expected contents of caches. Cases
+                without them, for lack of memory, are not cached.
         """
         if not self._cache.keeps:
             return make()
@@ -90,11 +90,11 @@ class Reuse:
         return cases
 
     def plan(self, request: Request, make: Callable[[], Answer]) -> Answer:
-        """What a builder answers, the plan written to its file. Refusals are not kept.
+        """A builder's answer, with the plan written to its file. Refusals are not cached.
 
         Args:
-            request: to the builder.
-            make: asks the builder.
+            request: the request to the builder.
+            make: runs the builder.
         """
         if not self._cache.keeps:
             return make()
@@ -112,11 +112,11 @@ class Reuse:
         return answer
 
     def forms(self, sizes: Mapping[str, int], target: str | None = None) -> dict[str, FormChoice]:
-        """The forms that were measured for the sites of the canonical graph, by site; empty where none were.
+        """The measured forms of the canonical graph's sites, by site; empty if there are none.
 
         Args:
-            sizes: at which they were.
-            target: that they were measured for; None for ONNX Runtime.
+            sizes: the sizes at which they were measured.
+            target: the target that they were measured for; None for ONNX Runtime.
         """
         entry = self._cache.get(self._forms(sizes, target)) if self._cache.keeps else None
         if entry is None:
@@ -125,7 +125,7 @@ class Reuse:
         return {site: FormChoice(**form) for site, form in json.loads((entry / "forms.json").read_bytes()).items()}
 
     def keep_forms(self, sizes: Mapping[str, int], forms: Mapping[str, FormChoice], target: str | None = None) -> None:
-        """Keep the forms that were measured for a target; None for ONNX Runtime."""
+        """Cache the forms that were measured for a target; None for ONNX Runtime."""
         if not self._cache.keeps:
             return
         kept = {site: asdict(form) for site, form in forms.items()}
@@ -139,8 +139,8 @@ class Reuse:
         """Add the session's settings and the choice of a backend to a manifest, which lists all files of its bundle.
 
         Args:
-            manifest: is changed.
-            measure: adds them by measuring.
+            manifest: modified.
+            measure: measures and adds them.
         """
         if not self._cache.keeps:
             measure()
@@ -158,15 +158,15 @@ class Reuse:
             return
         measure()
         session = target.session if target is not None else None
-        found = {"choice": manifest.choice, "session": session}
-        document = {name: record.model_dump() if record is not None else None for name, record in found.items()}
+        results = {"choice": manifest.choice, "session": session}
+        document = {name: record.model_dump() if record is not None else None for name, record in results.items()}
         files: dict[str, Path | bytes] = {"measured.json": _json(document)}
         if session is not None and session.optimized is not None:
             files[OPTIMIZED] = self._folder / session.optimized
         self._cache.put(about, files)
 
     def _about(self, what: str, *files: str) -> dict[str, Any]:
-        """What decides anything that is made of some files of the bundle here."""
+        """The key of anything that is made here from some files of the bundle."""
         names = [name for name in (*files, WEIGHTS) if files and (self._folder / name).exists()]
         return {
             "what": what,

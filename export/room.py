@@ -1,4 +1,4 @@
-"""How much memory a deploy needs at least, held against what is left before it is needed."""
+"""The minimum memory of a deploy, checked against the available memory before it starts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from attnforge.memory import available
 from attnforge.precision import Precision
 
 BUILDER = 3
-"""How many times its weights TensorRT's builder holds (BERT-base in fp32: 1.6 GiB for 0.4)."""
+"""Memory of TensorRT's builder, as a multiple of the weights (BERT-base in fp32: 1.6 GiB for 0.4)."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be deployed.
+    """A deploy whose memory is estimated.
 
     Attributes:
         model: the canonical graph.
-        precision: of the bundle.
+        precision: the bundle's precision.
         targets: names of targets.
         tune: whether backends are measured.
-        sizes: of the dynamic dims, at which most memory is needed.
+        sizes: sizes of the dynamic dims at which most memory is needed.
     """
 
     model: ir.Model
@@ -38,11 +38,11 @@ class Work:
     sizes: Mapping[str, int]
 
     def bytes(self) -> int:
-        """Bytes that are needed at least, beside what is in memory when the graph is canonical.
+        """Bytes that are needed at least, in addition to what is in memory once the graph is canonical.
 
-        The reference holds the activations that live at one time in float64, while TensorRT's builder holds weights; or
-        else the backends that are measured hold theirs, and the activations at the bundle's precision. Scores are not
-        counted, because whether a form holds them shows later.
+        Either the reference keeps the live activations in float64 while TensorRT's builder holds weights, or the
+        backends that are measured keep their weights and the activations at the bundle's precision. Scores are not
+        counted, because it is not yet known whether a form materialises them.
         """
         weights = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
         live = most_alive(self.model, self.sizes)
@@ -51,10 +51,10 @@ class Work:
         return max(8 * live + builder, backends)
 
     def check(self) -> None:
-        """Refuse work for which too little memory is left.
+        """Refuse work that needs more memory than is available.
 
         Raises:
-            UnavailableError: says what is needed, what is left, and what would need less.
+            UnavailableError: says what is needed, what is available, and what would need less.
         """
         left, needed = available(), self.bytes()
         if left is None or needed <= left:
@@ -66,16 +66,16 @@ class Work:
             changes.append(f"dims of half the maximum ({_gib(size)})")
         sizes = ", ".join(f"{symbol} {size:,}" for symbol, size in self.sizes.items()) or "its fixed sizes"
         raise UnavailableError(
-            f"deploying this model needs at least {_gib(needed)} of memory at {sizes}, and {_gib(left)} are left; "
+            f"deploying this model needs at least {_gib(needed)} of memory at {sizes}, and {_gib(left)} are available; "
             f"free some, or deploy with less: {', or '.join(changes) or 'a smaller model'}"
         )
 
 
 class Numbers:
-    """How many numbers values have; 0 where a shape is not known.
+    """The number of elements of values; 0 if a shape is not known.
 
     Args:
-        sizes: of the symbolic dims.
+        sizes: sizes of the symbolic dims.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -83,7 +83,7 @@ class Numbers:
         self._known: dict[str, int] = {}
 
     def __call__(self, value: ir.Value) -> int:
-        shape = str(value.shape)  # few of a graph's values have a shape of their own
+        shape = str(value.shape)  # few values of a graph have distinct shapes
         if shape not in self._known:
             self._known[shape] = 0
             with suppress(Uncountable):
@@ -92,26 +92,26 @@ class Numbers:
 
 
 def most_alive(model: ir.Model, sizes: Mapping[str, int]) -> int:
-    """The most numbers of activations that are needed at one time when the nodes of a graph run in their order. Tensors
-    whose shapes are not known are left out.
+    """The largest number of activation elements that are live at one time when the nodes of a graph run in order.
+    Tensors whose shapes are not known are left out.
 
     Args:
         model: the graph.
-        sizes: of the symbolic dims.
+        sizes: sizes of the symbolic dims.
     """
     nodes, numbers = list(model.graph), Numbers(sizes)
     last: dict[ir.Value, int] = {}
-    for place, node in enumerate(nodes):
-        last |= {value: place for value in node.inputs if value is not None}
+    for index, node in enumerate(nodes):
+        last |= {value: index for value in node.inputs if value is not None}
     last |= dict.fromkeys(model.graph.outputs, len(nodes))
     ending: dict[int, list[ir.Value]] = {}
-    for value, place in last.items():
-        ending.setdefault(place, []).append(value)
+    for value, index in last.items():
+        ending.setdefault(index, []).append(value)
     alive = most = sum(map(numbers, model.graph.inputs))
-    for place, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         alive += sum(numbers(value) for value in node.outputs if value in last)
         most = max(most, alive)
-        alive -= sum(numbers(value) for value in ending.get(place, ()) if not value.is_initializer())
+        alive -= sum(numbers(value) for value in ending.get(index, ()) if not value.is_initializer())
     return most
 
 

@@ -1,7 +1,7 @@
-"""Reference attention in eager PyTorch, written out by hand, and the registry of named models.
+"""Reference attention in eager PyTorch, and the registry of named models.
 
-Modules read like their formulas; :func:`build_model` gives a named one with weights, example arguments and the dynamic
-shapes that ``torch.export`` takes.
+Modules read like their formulas. :func:`build_model` returns a named model with weights, example arguments and dynamic
+shapes for ``torch.export``.
 """
 
 from attnforge.model.attention import CrossAttention as CrossAttention

@@ -1,14 +1,14 @@
 """Attention over rows: tokens are rows, ``x`` is (n, d) or (B, n, d).
 
-``attention(Q, K, V) = softmax(scale · Q Kᵀ) V`` is written out once, here, and every module of this file is that
+``attention(Q, K, V) = softmax(scale · Q Kᵀ) V`` is implemented once, here, and every module of this file is that
 function between projections. Sources: Vaswani et al., Attention Is All You Need, 2017,
-https://arxiv.org/abs/1706.03762, section 3.2; and, for what masks mean, the PyTorch documentation of
+https://arxiv.org/abs/1706.03762, section 3.2; and, for the meaning of masks, the PyTorch documentation of
 ``torch.nn.functional.scaled_dot_product_attention`` and ``torch.nn.MultiheadAttention``.
 
-Masks, everywhere: ``attn_mask`` is bool and True where a query may attend; ``key_padding_mask`` is bool and True where
-a key is padding. A query that may attend to nothing yields zeros, not NaN.
+Masks: ``attn_mask`` is bool and True where a query may attend; ``key_padding_mask`` is bool and True where a key is
+padding. A query that may attend to nothing yields zeros, not NaN.
 
-Every module takes float64, float32, float16 and bfloat16: it computes in the dtype of its weights.
+Every module supports float64, float32, float16 and bfloat16, and computes in the dtype of its weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attention(
     if attn_mask is None:
         return scores.softmax(-1) @ value
     weights = scores.masked_fill(~attn_mask, -math.inf).softmax(-1)
-    # A row without any allowed key is softmax(-inf, ..., -inf) = NaN.
+    # A fully masked row is softmax(-inf, ..., -inf) = NaN.
     weights = weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)
     return weights @ value
 
@@ -60,13 +60,13 @@ def merge_masks(
     query: Tensor,
     key: Tensor,
 ) -> Tensor | None:
-    """One mask over heads that allows what all the given masks allow; None where none is given.
+    """Combine all given masks into one over heads, which allows what every one of them allows; None if none is given.
 
     Shapes: attn_mask (n_q, n_k), (B, n_q, n_k) or (B, 1 or h, n_q, n_k); key_padding_mask (B, n_k), or (n_k,) for
     unbatched tokens; query (..., n_q, d) and key (..., n_k, d) give the sizes of the causal mask, in which query i sees
     keys 0 ... i. The result broadcasts to (B, h, n_q, n_k).
 
-    Raises UsageError for a mask that is not bool, ShapeError for a rank that is not listed.
+    Raises UsageError for a mask that is not bool, ShapeError for any other rank.
     """
     masks = []
     if attn_mask is not None:
@@ -79,7 +79,7 @@ def merge_masks(
     if key_padding_mask is not None:
         require_bool("key_padding_mask", key_padding_mask)
         if key_padding_mask.ndim != key.ndim - 1:
-            raise ShapeError(f"key_padding_mask has {key_padding_mask.ndim} axes; give (B, n_k), one entry a key")
+            raise ShapeError(f"key_padding_mask has {key_padding_mask.ndim} axes; give (B, n_k), one entry per key")
         masks.append(~key_padding_mask[..., None, None, :])
     if is_causal:
         ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
@@ -88,26 +88,26 @@ def merge_masks(
 
 
 def require_bool(name: str, mask: Tensor) -> None:
-    """Raises UsageError unless ``mask`` is bool."""
+    """Raise UsageError unless ``mask`` is bool."""
     if mask.dtype != torch.bool:
         raise UsageError(f"{name} is {mask.dtype}; only torch.bool is allowed, so compare or invert to get one")
 
 
 def require_width(name: str, tensor: Tensor, width: int, dim: int = -1) -> None:
-    """Raises ShapeError unless ``tensor`` has ``width`` features along ``dim``."""
+    """Raise ShapeError unless ``tensor`` has ``width`` features along ``dim``."""
     if tensor.ndim < -dim or tensor.shape[dim] != width:
         raise ShapeError(f"{name} is {tuple(tensor.shape)}; its axis {dim} must be {width}, the width it was built for")
 
 
 def require_positive(**sizes: int) -> None:
-    """Raises ShapeError for a size below 1."""
+    """Raise ShapeError for a size below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ShapeError(f"{name} is {size}; sizes must be at least 1, so give a positive whole number")
 
 
 def split_width(name: str, width: int, num_heads: int) -> int:
-    """``width / num_heads``, the part of one head; raises ShapeError where it is not a positive whole number."""
+    """Return ``width / num_heads``, the width of one head; raise ShapeError if it is not a positive integer."""
     if num_heads < 1 or width < 1 or width % num_heads:
         raise ShapeError(f"{name} {width} with num_heads {num_heads}; choose a {name} that num_heads divides")
     return width // num_heads
@@ -117,11 +117,11 @@ class SelfAttention(nn.Module):
     """S1, one head: ``softmax(Q Kᵀ / √d_k) V`` with ``Q = X Wq``, ``K = X Wk``, ``V = X Wv``.
 
     Shapes: x (n, d_in) or (B, n, d_in); Wq, Wk (d_in, d_k), Wv (d_in, d_v); attn_mask (n, n) or (B, n, n);
-    result (n, d_v) or (B, n, d_v). ``value_dim`` is free and is ``key_dim`` where not given; ``query_dim`` may be named
-    but must equal ``key_dim``, for a dot product needs both.
+    result (n, d_v) or (B, n, d_v). ``value_dim`` defaults to ``key_dim``; ``query_dim``, if given, must equal
+    ``key_dim``, because of the dot product.
 
-    Raises ShapeError where query_dim and key_dim differ, a size is below 1, or x is not d_in wide, UsageError for a
-    mask that is not bool.
+    Raises ShapeError if query_dim and key_dim differ, a size is below 1, or x is not d_in wide, UsageError for a mask
+    that is not bool.
 
     Source: Vaswani et al. 2017, section 3.2.1, https://arxiv.org/abs/1706.03762.
     """
@@ -160,9 +160,9 @@ class MultiHeadSelfAttention(nn.Module):
     ``Q_i``, ``K_i``, ``V_i`` are the i-th of h equal parts of the columns of ``X Wq``, ``X Wk``, ``X Wv``.
     Shapes: x (n, d_in) or (B, n, d_in); masks as in :func:`merge_masks`; result (n, d_v) or (B, n, d_v).
 
-    Raises ShapeError where num_heads does not divide key_dim and value_dim or x is not d_in wide.
+    Raises ShapeError if num_heads does not divide key_dim and value_dim or x is not d_in wide.
 
-    Source: Vaswani et al. 2017, section 3.2.2, https://arxiv.org/abs/1706.03762, with the output projection left out.
+    Source: Vaswani et al. 2017, section 3.2.2, https://arxiv.org/abs/1706.03762, without the output projection.
     """
 
     def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
@@ -192,12 +192,12 @@ class MultiHeadSelfAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """S3, heads and an output projection: ``Concat(head_1 ... head_h) Wᴼ + b``, as ``torch.nn.MultiheadAttention``.
+    """S3, heads and an output projection: ``Concat(head_1 ... head_h) Wᴼ + b``, like ``torch.nn.MultiheadAttention``.
 
     Shapes: query (B, n_q, embed_dim), key (B, n_k, kdim), value (B, n_k, vdim), or all unbatched; masks as in
-    :func:`merge_masks`; result (B, n_q, embed_dim). ``is_causal`` makes the mask itself, aligned at the first key.
+    :func:`merge_masks`; result (B, n_q, embed_dim). ``is_causal`` adds a causal mask, aligned at the first key.
 
-    Raises ShapeError where num_heads does not divide embed_dim or a width does not fit.
+    Raises ShapeError if num_heads does not divide embed_dim or a width does not match.
 
     Source: Vaswani et al. 2017, section 3.2.2, https://arxiv.org/abs/1706.03762; its sizes are the defaults.
     """
@@ -244,9 +244,9 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
-        """The same function as ``module`` without its dropout, batch first, with a copy of its weights.
+        """Return the same function as ``module`` without its dropout, batch first, with a copy of its weights.
 
-        Raises UsageError for ``add_bias_kv`` and ``add_zero_attn``, which add keys of their own.
+        Raises UsageError for ``add_bias_kv`` and ``add_zero_attn``, which add further keys.
         """
         if module.bias_k is not None or module.add_zero_attn:
             raise UsageError("MultiheadAttention with add_bias_kv or add_zero_attn; only one without both is allowed")
@@ -286,7 +286,7 @@ class CrossAttention(nn.Module):
 
 
 class ParameterFreeAttention(nn.Module):
-    """S7, tokens attend to each other as they are: ``softmax(X Xᵀ) X``, or ``softmax(X Xᵀ / √d) X`` where scaled.
+    """S7, self-attention without projections: ``softmax(X Xᵀ) X``, or ``softmax(X Xᵀ / √d) X`` if scaled.
 
     Shapes: x (n, d) or (B, n, d); result the same. Every row of the result is a convex combination of the rows of x.
 
@@ -302,7 +302,7 @@ class ParameterFreeAttention(nn.Module):
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(..., n, h · d) -> (..., h, n, d): the columns in h equal parts."""
+    """(..., n, h · d) -> (..., h, n, d): split the columns into h equal parts."""
     return rearrange(x, "... n (h d) -> ... h n d", h=num_heads)
 
 

@@ -1,7 +1,6 @@
-"""Real inputs of the registered models that have some: handwritten digits, as images with their labels and as
-characters, and photographs.
+"""Real inputs for some registered models: handwritten digits, as labelled images and as characters, and photographs.
 
-All of it comes with scikit-learn (`pip install attnforge[data]`); without it no model has any.
+All of them come with scikit-learn (`pip install attnforge[data]`); without it no model has any.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from attnforge.model.digits import load_digits_split
 
 
 class Real(NamedTuple):
-    """Inputs by position, and labels of each one's samples where the task has some."""
+    """Inputs by position, and labels of their samples if the task has labels."""
 
     inputs: tuple[tuple[Tensor, ...], ...] = ()
     labels: tuple[Tensor, ...] = ()
 
 
 def real_data(name: str, args: Sequence[Tensor]) -> Real:
-    """Real inputs for a model, as far as they are at hand.
+    """Return real inputs for a model, or an empty :class:`Real` if there are none.
 
     Args:
-        name: of a registered model; others have none.
-        args: its example inputs. Photographs are as large as their image; digits as characters come in four batches as
-            large as theirs.
+        name: name of a registered model; others have no real inputs.
+        args: its example inputs. Photographs get the size of the example's image; digits as characters come in four
+            batches of the example's size.
     """
     try:
         if name == "patch-attention-digits":
@@ -50,8 +49,8 @@ def real_data(name: str, args: Sequence[Tensor]) -> Real:
 
 
 def photographs(height: int, width: int) -> Tensor:
-    """scikit-learn's two sample photographs (2, 3, height, width) float32 in [0, 1], cropped about their middle to that
-    shape and resized. Raises UnavailableError without scikit-learn."""
+    """Return scikit-learn's two sample photographs (2, 3, height, width) float32 in [0, 1], cropped around the centre
+    and resized. Raises UnavailableError without scikit-learn."""
     load_sample_images = extra("sklearn.datasets", "data").load_sample_images
     images = torch.stack([torch.tensor(image) for image in load_sample_images().images]).permute(0, 3, 1, 2) / 255
     rows, columns = images.shape[-2:]

@@ -1,13 +1,13 @@
 """S12, a decoder: causal attention over tokens, with and without a cache of keys and values.
 
-:class:`Decoder` is the pre-norm Transformer that language models are today: token embedding, layers of causal attention
-and a feed-forward network, a last norm, and a head. Its sizes choose between the usual parts: Llama's (rotary
-positions, RMSNorm, SwiGLU, fewer heads of keys than of queries), GPT-2's (learned positions, LayerNorm, GELU),
-Mistral's window and Gemma 2's soft cap. ``forward`` is the function of the whole sequence, which is what is exported;
-:meth:`Decoder.step` computes the same logits a few tokens at a time.
+:class:`Decoder` is the pre-norm Transformer of current language models: token embedding, layers of causal attention and
+a feed-forward network, a final norm, and a head. Its sizes select the usual parts: Llama's (rotary positions, RMSNorm,
+SwiGLU, fewer key heads than query heads), GPT-2's (learned positions, LayerNorm, GELU), Mistral's window and Gemma 2's
+soft cap. ``forward`` is the function of the whole sequence, and is what gets exported; :meth:`Decoder.step` computes
+the same logits a few tokens at a time.
 
 Sources: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Radford et al. 2019 (GPT-2); Touvron et al. 2023
-(Llama), https://arxiv.org/abs/2302.13971; and those that the parts name. Style: gpt-fast's ``model.py``.
+(Llama), https://arxiv.org/abs/2302.13971; and those named at the parts. Style: gpt-fast's ``model.py``.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ class DecoderSizes:
     """The sizes of a decoder and which parts it has.
 
     Attributes:
-        vocab_size: tokens that there are; ids are 0 ... vocab_size - 1.
-        embed_dim: features of a token.
-        num_heads: heads of queries, each embed_dim / num_heads wide.
-        num_layers: layers.
-        max_tokens: positions that there are; no sequence is longer.
-        num_kv_heads: heads of keys and values, each of which serves num_heads / num_kv_heads heads of queries in turn;
-            num_heads where None (multi-head attention), 1 is multi-query attention.
-        hidden_dim: of the feed-forward network; where None 4 · embed_dim, and for SwiGLU, which has three matrices
-            instead of two, two thirds of it, up to a multiple of 16.
-        positions: "rotary" (queries and keys are turned) or "learned" (a table is added to the embedding).
+        vocab_size: number of token ids, which are 0 ... vocab_size - 1.
+        embed_dim: features per token.
+        num_heads: query heads, each embed_dim / num_heads wide.
+        num_layers: number of layers.
+        max_tokens: number of positions; no sequence is longer.
+        num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads consecutive query heads; None
+            means num_heads (multi-head attention), 1 is multi-query attention.
+        hidden_dim: width of the feed-forward network; None means 4 · embed_dim, and for SwiGLU, which has three
+            matrices instead of two, two thirds of that, rounded up to a multiple of 16.
+        positions: "rotary" (queries and keys are rotated) or "learned" (a table is added to the embedding).
         norm: "rms" (RMSNorm) or "layer" (LayerNorm), before attention, before the feed-forward network, and at the end.
         feed_forward: "swiglu", "gelu" (exact) or "gelu-tanh" (GPT-2's approximation).
         bias: whether the projections, the feed-forward network and LayerNorm have a bias; the head has none.
-        window: a token sees the last ``window`` tokens, itself among them; all earlier ones where None.
-        soft_cap: scores s become soft_cap · tanh(s / soft_cap); None leaves them.
-        tied: whether the head's matrix is the embedding's.
-        rotary_base: of the rotary positions' angles.
+        window: a token sees the last ``window`` tokens, including itself; None means all earlier ones.
+        soft_cap: scores s become soft_cap · tanh(s / soft_cap); None leaves them unchanged.
+        tied: whether the head uses the embedding's matrix.
+        rotary_base: base of the rotary positions' angles.
         norm_eps: added to the mean square or the variance.
 
-    Raises ShapeError for a size below 1 and for heads that do not divide, UnknownNameError for a part that does not
-    exist.
+    Raises ShapeError for a size below 1 and for numbers of heads that do not divide, UnknownNameError for an unknown
+    part.
 
     Sources: grouped-query attention: Ainslie et al. 2023, https://arxiv.org/abs/2305.13245; window: Jiang et al. 2023
     (Mistral), https://arxiv.org/abs/2310.06825; soft cap: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
@@ -85,17 +85,17 @@ class DecoderSizes:
         if self.window is not None:
             require_positive(window=self.window)
         if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ShapeError(f"soft_cap is {self.soft_cap}; give a positive number, or None for scores as they are")
+            raise ShapeError(f"soft_cap is {self.soft_cap}; give a positive number, or None for no cap")
         if self.num_heads % self.kv_heads:
             raise ShapeError(
                 f"num_heads {self.num_heads} with num_kv_heads {self.kv_heads}; choose num_kv_heads that divide it"
             )
         if self.positions == "rotary" and self.head_dim % 2:
-            raise ShapeError(f"head_dim {self.head_dim}; rotary positions turn pairs of features, so choose an even")
+            raise ShapeError(f"head_dim {self.head_dim}; rotary positions rotate pairs of features, so it must be even")
 
     @property
     def head_dim(self) -> int:
-        """Features of a head; raises ShapeError where num_heads does not divide embed_dim."""
+        """Features of a head; raises ShapeError if num_heads does not divide embed_dim."""
         return split_width("embed_dim", self.embed_dim, self.num_heads)
 
     @property
@@ -113,14 +113,14 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Keys and values of the tokens so far, for every layer one tensor of fixed size, which steps write in place.
+    """Keys and values of the tokens so far: for every layer one tensor of fixed size, which steps update in place.
 
-    Shapes: each (batch, kv_heads, cache_tokens, head_dim). The token at position p of a row stands at index p; keys
-    are stored with their rotary positions applied. What lies behind a row's tokens is never read, but must be finite.
+    Shapes: each (batch, kv_heads, cache_tokens, head_dim). The token at position p of a row is at index p; keys are
+    stored with their rotary positions applied. Slots after a row's tokens are masked, but must be finite.
 
     Attributes:
-        keys: one tensor a layer.
-        values: one tensor a layer.
+        keys: one tensor per layer.
+        values: one tensor per layer.
     """
 
     keys: tuple[Tensor, ...]
@@ -128,13 +128,13 @@ class KeyValueCache:
 
 
 class RotaryPositions(nn.Module):
-    """Cosine and sine of the angles by which queries and keys are turned: ``θ[p, i] = p · base^(-2i/d)``.
+    """Cosine and sine of the angles by which queries and keys are rotated: ``θ[p, i] = p · base^(-2i/d)``.
 
     Shapes: positions (batch or 1, n) int64 below max_tokens; result two tensors (batch or 1, 1, n, head_dim), whose
-    second half repeats the first. The tables are buffers: they follow ``.to`` and are no part of the state dict.
+    second half repeats the first. The tables are buffers: they follow ``.to`` and are not in the state dict.
 
     Source: Su et al. 2021 (RoFormer), https://arxiv.org/abs/2104.09864, section 3.2.2; features i and i + d/2 are a
-    pair, as in GPT-NeoX and transformers' Llama, where the paper pairs 2i and 2i + 1.
+    pair, as in GPT-NeoX and transformers' Llama, while the paper pairs 2i and 2i + 1.
     """
 
     cos: Tensor
@@ -152,9 +152,9 @@ class RotaryPositions(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Every pair (x1, x2) of features turned by its angle: ``(x1 cos - x2 sin, x2 cos + x1 sin)``.
+    """Rotate every pair (x1, x2) of features by its angle: ``(x1 cos - x2 sin, x2 cos + x1 sin)``.
 
-    Shapes: x (batch, heads, n, d), cos and sin broadcastable to it; the pair of feature i is feature i + d/2.
+    Shapes: x (batch, heads, n, d), cos and sin broadcastable to it; feature i is paired with feature i + d/2.
 
     Source: Su et al. 2021 (RoFormer), https://arxiv.org/abs/2104.09864, equation 34.
     """
@@ -163,7 +163,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def may_attend(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:
-    """True where a query may attend: to keys up to its own position, and with a window to the last of these.
+    """Return True where a query may attend: to keys up to its own position, and with a window only to the last of them.
 
     Shapes: query_positions (batch or 1, n), key_positions (batch or 1, m), int64; result (batch or 1, 1, n, m), bool.
     """
@@ -175,9 +175,9 @@ class CausalAttention(nn.Module):
     """Grouped-query attention: ``Concat_i softmax(Q_i K_jᵀ / √d) V_j Wᴼ`` with j = ⌊i · kv_heads / num_heads⌋.
 
     Shapes: x (batch, n, embed_dim); mask (batch or 1, 1, n, m), bool, True = may attend; rotation as
-    :class:`RotaryPositions` returns it, or None; result as x. Without a cache m = n. With one, which is this layer's
-    keys and values (batch, kv_heads, cache_tokens, head_dim) and the positions (batch, n) of the new tokens, the new
-    keys and values are written there first, and m = cache_tokens.
+    :class:`RotaryPositions` returns it, or None; result like x. Without a cache m = n. A cache consists of this layer's
+    keys and values (batch, kv_heads, cache_tokens, head_dim) and the positions (batch, n) of the new tokens; the new
+    keys and values are written to it first, and m = cache_tokens.
 
     Source: Ainslie et al. 2023, https://arxiv.org/abs/2305.13245, section 2.2.
     """
@@ -215,7 +215,7 @@ class CausalAttention(nn.Module):
 
 
 def write(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
-    """``cache`` (batch, heads, cache_tokens, d) with ``new`` (batch, heads, n, d) put at ``positions`` (batch, n)."""
+    """Write ``new`` (batch, heads, n, d) into ``cache`` (batch, heads, cache_tokens, d) at ``positions`` (batch, n)."""
     rows = torch.arange(len(cache), device=cache.device)[:, None]  # (batch, 1)
     cache[rows, :, positions] = new.transpose(1, 2)
     return cache
@@ -241,7 +241,7 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``; arguments as of :class:`CausalAttention`."""
+    """``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``; arguments as in :class:`CausalAttention`."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
@@ -276,12 +276,11 @@ def named_norm(sizes: DecoderSizes) -> nn.RMSNorm | nn.LayerNorm:
 
 
 class Decoder(nn.Module):
-    """Logits of every token's next one: embedding, layers, norm, head.
+    """Next-token logits for every token: embedding, layers, norm, head.
 
     Shapes: input_ids (batch, tokens) int64, tokens up to max_tokens; result (batch, tokens, vocab_size).
 
-    Raises UsageError for ids of another dtype, ShapeError for ids of another rank and for more tokens than there are
-    positions.
+    Raises UsageError for ids of another dtype, ShapeError for ids of another rank and for more tokens than positions.
     """
 
     def __init__(self, sizes: DecoderSizes) -> None:
@@ -307,9 +306,9 @@ class Decoder(nn.Module):
         return self.logits(input_ids, positions)
 
     def logits(self, input_ids: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits (batch, n, vocab_size) of ``input_ids`` (batch, n) at ``positions`` (batch or 1, n).
+        """Return the logits (batch, n, vocab_size) of ``input_ids`` (batch, n) at ``positions`` (batch or 1, n).
 
-        Without a cache these are all tokens that there are; with one they are written to it, and it holds the earlier.
+        Without a cache, these are all tokens. With one, it holds the earlier tokens; the new ones are written to it.
         """
         x = self.embedding(input_ids)  # (batch, n, embed_dim)
         if self.position_embedding is not None:
@@ -325,7 +324,7 @@ class Decoder(nn.Module):
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)  # (batch, n, vocab_size)
 
     def empty_cache(self, batch: int, cache_tokens: int | None = None) -> KeyValueCache:
-        """A cache of zeros in the dtype and on the device of the weights; max_tokens long where not said.
+        """Return a cache of zeros in the dtype and on the device of the weights; cache_tokens defaults to max_tokens.
 
         Raises ShapeError for a size below 1.
         """
@@ -338,20 +337,20 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def step(self, input_ids: Tensor, past: Tensor, cache: KeyValueCache) -> Tensor:
-        """Logits of new tokens, whose keys and values are written to ``cache``.
+        """Return the logits of new tokens, and write their keys and values to ``cache``.
 
         Shapes: input_ids (batch, n) int64; past (batch,) int64, how many tokens of each row the cache already holds:
-        the new ones stand at positions past, past + 1, ...; cache (batch, kv_heads, cache_tokens, head_dim) a layer;
-        result (batch, n, vocab_size). A row that ends early may be followed by any tokens: their logits mean nothing,
-        and a later step with that row's own ``past`` writes over them before they are read.
+        the new ones are at positions past, past + 1, ...; cache (batch, kv_heads, cache_tokens, head_dim) per layer;
+        result (batch, n, vocab_size). A row that ends early may be padded with any tokens: their logits are
+        meaningless, and a later step with that row's own ``past`` overwrites them before they are read.
 
-        Raises ShapeError for a cache of another shape and for tokens beyond its end or beyond the positions,
+        Raises ShapeError for a cache of another shape and for tokens beyond its capacity or beyond the positions,
         UsageError for other dtypes and for ids or pasts outside their range; each before anything is written.
         """
         self.require_ids(input_ids)
         self.require_cache(cache, len(input_ids))
         if past.dtype != torch.int64 or past.shape != input_ids.shape[:1]:
-            raise UsageError(f"past is {past.dtype} {tuple(past.shape)}; give int64 ({len(input_ids)},), one a row")
+            raise UsageError(f"past is {past.dtype} {tuple(past.shape)}; give int64 ({len(input_ids)},), one per row")
         if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.sizes.vocab_size:
             raise UsageError(
                 f"ids are {int(input_ids.min())} to {int(input_ids.max())}; give 0 to {self.sizes.vocab_size - 1}"
@@ -375,13 +374,13 @@ class Decoder(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The next ``max_new_tokens`` tokens of every row, one after the other: the most likely, or sampled.
+        """Generate the next ``max_new_tokens`` tokens of every row, one at a time, greedily or by sampling.
 
-        Shapes: input_ids (batch, n) int64 with n at least 1; lengths (batch,) int64, where rows end before n (what
-        follows is ignored); result (batch, max_new_tokens) int64. ``temperature`` 0 is greedy; else the next token is
-        drawn from softmax(logits / temperature) with ``generator``.
+        Shapes: input_ids (batch, n) int64 with n at least 1; lengths (batch,) int64, if rows are shorter than n (the
+        padding is ignored); result (batch, max_new_tokens) int64. ``temperature`` 0 is greedy; otherwise the next token
+        is drawn from softmax(logits / temperature) with ``generator``.
 
-        Raises as :meth:`step` does, UsageError for a negative temperature and for lengths outside 1 ... n.
+        Raises as :meth:`step` does, and UsageError for a negative temperature and for lengths outside 1 ... n.
         """
         batch, tokens = self.require_ids(input_ids)
         require_positive(batch=batch, tokens=tokens, max_new_tokens=max_new_tokens)
@@ -394,7 +393,7 @@ class Decoder(nn.Module):
             raise UsageError(f"temperature is {temperature}; give 0 for the most likely token, or more")
         past = torch.full((batch,), tokens, device=input_ids.device) if lengths is None else lengths
         if past.shape != (batch,) or past.dtype != torch.int64 or int(past.min()) < 1 or int(past.max()) > tokens:
-            raise UsageError(f"lengths are {past.tolist()}; give one of 1 to {tokens} for each of {batch} rows")
+            raise UsageError(f"lengths are {past.tolist()}; give {batch}, one per row, from 1 to {tokens}")
         cache = self.empty_cache(batch, tokens + max_new_tokens - 1)
         logits = self.step(input_ids, torch.zeros_like(past), cache)
         last = logits[torch.arange(batch, device=past.device), past - 1]  # (batch, vocab_size)
@@ -406,7 +405,7 @@ class Decoder(nn.Module):
         return torch.stack(written, dim=1)
 
     def require_ids(self, input_ids: Tensor) -> torch.Size:
-        """The shape (batch, tokens) of the ids; raises as the class says."""
+        """Check the ids and return their shape (batch, tokens); raises as the class does."""
         if input_ids.ndim != 2:
             raise ShapeError(f"input_ids are {tuple(input_ids.shape)}; give (batch, tokens)")
         if input_ids.dtype != torch.int64:
@@ -414,21 +413,21 @@ class Decoder(nn.Module):
         return input_ids.shape
 
     def require_cache(self, cache: KeyValueCache, batch: int) -> None:
-        """Raises ShapeError unless ``cache`` is one of this decoder for ``batch`` rows."""
+        """Raise ShapeError unless ``cache`` fits this decoder and ``batch`` rows."""
         tensors = (*cache.keys, *cache.values)
         layers, heads, head_dim = self.sizes.num_layers, self.sizes.kv_heads, self.sizes.head_dim
         cache_tokens = tensors[0].shape[2] if tensors and tensors[0].ndim == 4 else 0
         if len(cache.keys) != layers or len(cache.values) != layers:
-            raise ShapeError(f"the cache is of {len(cache.keys)} layers; the decoder has {layers}, so make another")
+            raise ShapeError(f"the cache has {len(cache.keys)} layers; the decoder has {layers}, so make another")
         for tensor in tensors:
             if tensor.shape != (batch, heads, cache_tokens, head_dim):
                 raise ShapeError(
-                    f"the cache is {tuple(tensor.shape)} a layer; give ({batch}, {heads}, cache_tokens, {head_dim})"
+                    f"the cache is {tuple(tensor.shape)} per layer; give ({batch}, {heads}, cache_tokens, {head_dim})"
                 )
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """The next token (batch,) int64 by logits (batch, vocab_size): the most likely at temperature 0, else drawn."""
+    """Choose the next token (batch,) int64 from logits (batch, vocab_size): greedy at temperature 0, else sampled."""
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits / temperature).softmax(-1)

@@ -1,6 +1,6 @@
-"""scikit-learn's handwritten digits, and how they are split.
+"""scikit-learn's handwritten digits, with a fixed split.
 
-Data: UCI Optical Recognition of Handwritten Digits, by way of ``sklearn.datasets.load_digits``: 1,797 images of 8×8.
+Data: UCI Optical Recognition of Handwritten Digits, from ``sklearn.datasets.load_digits``: 1,797 images of 8×8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attnforge.errors import extra
 
 
 class DigitsSplit(NamedTuple):
-    """Images (N, 1, 8, 8) float32 in [0, 1] and labels (N,) int64, to train on and held out."""
+    """Images (N, 1, 8, 8) float32 in [0, 1] and labels (N,) int64, for training and testing."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -23,7 +23,8 @@ class DigitsSplit(NamedTuple):
 
 
 def load_digits_split(seed: int = 0) -> DigitsSplit:
-    """The digits with a fixed quarter of every class held out. Raises UnavailableError without scikit-learn."""
+    """Return the digits, with a fixed quarter of every class as test set. Raises UnavailableError without
+    scikit-learn."""
     datasets, selection = extra("sklearn.datasets", "data"), extra("sklearn.model_selection", "data")
     pixels, labels = datasets.load_digits(return_X_y=True)  # (1797, 64) in 0 ... 16
     images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16

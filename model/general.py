@@ -1,8 +1,8 @@
-"""The general attention model, in columns: features are ``F`` (d_f, n), one column a token.
+"""The general attention model, in columns: features are ``F`` (d_f, n), one column per token.
 
 ``K = W_K F``, ``V = W_V F``, ``Q = W_Q F``; a score ``e_ij = score(q_i, k_j)`` for every pair of a query and a key;
 an alignment ``a_i = align(e_i)`` of every query's scores; and the context ``c_i = Σ_j a_ij v_j``, so ``C = V aᵀ``
-(d_v, n_q). What the model is, is which score and which alignment.
+(d_v, n_q). The score and the alignment define the model.
 
 Scores ("general" is also called bilinear; w, W and b are learned):
 
@@ -45,13 +45,13 @@ ALIGNS = ("softmax", "hard")
 class GeneralAttention(nn.Module):
     """S5, one head: ``C = V align(score(Q, K))ᵀ`` with ``Q = W_Q F'``, ``K = W_K F``, ``V = W_V F``.
 
-    Shapes, unbatched or with a leading B: features F (d_f, n_k); query_features F' (query_input_dim, n_q), which is F
-    where not given; result (d_v, n_q). ``query_dim`` d_q is key_dim where not given, ``query_input_dim`` feature_dim.
-    ``score`` and ``align`` are a name of this module or a callable of the type ``Score`` or ``Align``; a callable that
-    is an nn.Module brings its own parameters.
+    Shapes, unbatched or with a leading B: features F (d_f, n_k); query_features F' (query_input_dim, n_q), by default
+    F; result (d_v, n_q). ``query_dim`` d_q defaults to key_dim, ``query_input_dim`` to feature_dim. ``score`` and
+    ``align`` are a name from this module or a callable of the type ``Score`` or ``Align``; a callable that is an
+    nn.Module has its own parameters.
 
-    Raises ShapeError where a dot score is asked for with d_q ≠ d_k or a width does not fit, UnknownNameError for a
-    score or align that does not exist.
+    Raises ShapeError for a dot score with d_q ≠ d_k or a width that does not match, UnknownNameError for an unknown
+    score or align.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class GeneralMultiHeadAttention(nn.Module):
     ``V⁽ˡ⁾ = W_V⁽ˡ⁾ F``, and its own parameters of the score.
 
     Weights: W_q (h, d_q, d_q), W_K (h, d_k, d_f), W_V (h, d_v, d_f), W_O (d_c, h · d_v).
-    Shapes, unbatched or with a leading B: features F (d_f, n_k); query_features F' (query_input_dim, n_q), which is F
-    where not given; result (d_c, n_q) with d_c = output_dim.
-    A callable ``score`` sees queries (..., h, d_q, n_q) and keys (..., h, d_k, n_k).
+    Shapes, unbatched or with a leading B: features F (d_f, n_k); query_features F' (query_input_dim, n_q), by default
+    F; result (d_c, n_q) with d_c = output_dim.
+    A callable ``score`` receives queries (..., h, d_q, n_q) and keys (..., h, d_k, n_k).
 
     Raises as :class:`GeneralAttention` does, and ShapeError for a num_heads or output_dim below 1.
     """
@@ -152,7 +152,7 @@ def scaled_dot(query: Tensor, key: Tensor) -> Tensor:
 
 
 class BilinearScore(nn.Module):
-    """``e_ij = q_iᵀ W k_j``, W (d_q, d_k), or (h, d_q, d_k) for one W a head; d_q and d_k may differ."""
+    """``e_ij = q_iᵀ W k_j``, W (d_q, d_k), or (h, d_q, d_k) for one W per head; d_q and d_k may differ."""
 
     def __init__(self, query_dim: int, key_dim: int, *heads: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class BilinearScore(nn.Module):
 
 
 class AdditiveScore(nn.Module):
-    """``e_ij = wᵀ tanh(W_q q_i + W_k k_j + b)``, all of them d_k wide inside, one set a head where heads are given."""
+    """``e_ij = wᵀ tanh(W_q q_i + W_k k_j + b)``, of hidden width d_k, with one set per head if heads are given."""
 
     def __init__(self, query_dim: int, key_dim: int, *heads: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class AdditiveScore(nn.Module):
 
 
 class ConcatScore(nn.Module):
-    """``e_ij = wᵀ tanh(W [q_i; k_j] + b)``, W (d_k, d_q + d_k), one set a head where heads are given."""
+    """``e_ij = wᵀ tanh(W [q_i; k_j] + b)``, W (d_k, d_q + d_k), one set per head if heads are given."""
 
     def __init__(self, query_dim: int, key_dim: int, *heads: int) -> None:
         super().__init__()
@@ -208,9 +208,9 @@ def hard(scores: Tensor) -> Tensor:
 
 
 def named_score(score: str | Score, query_dim: int, key_dim: int, *heads: int) -> Score:
-    """The score of a name, with its parameters; a callable is itself.
+    """Return the named score, with its parameters; a callable is returned unchanged.
 
-    Raises ShapeError for dot and scaled-dot where query_dim and key_dim differ, UnknownNameError for an unknown name.
+    Raises ShapeError for dot and scaled-dot if query_dim and key_dim differ, UnknownNameError for an unknown name.
     """
     if not isinstance(score, str):
         return score
@@ -224,7 +224,7 @@ def named_score(score: str | Score, query_dim: int, key_dim: int, *heads: int) -
 
 
 def named_align(align: str | Align) -> Align:
-    """The alignment of a name; a callable is itself. Raises UnknownNameError for an unknown name."""
+    """Return the named alignment; a callable is returned unchanged. Raises UnknownNameError for an unknown name."""
     if not isinstance(align, str):
         return align
     check_known("align", align, ALIGNS)
@@ -232,5 +232,5 @@ def named_align(align: str | Align) -> Align:
 
 
 def matrix(*shape: int) -> nn.Parameter:
-    """A weight (..., rows, columns) whose product with a column of variance 1 has variance 1."""
+    """Return a weight (..., rows, columns) whose product with a column of variance 1 has variance 1."""
     return nn.Parameter(torch.randn(shape) / math.sqrt(shape[-1]))

@@ -1,9 +1,9 @@
-"""What is true of attention by algebra and by probability, as functions to test modules against.
+"""Algebraic and probabilistic identities of attention, as functions to test modules against.
 
 S9: the columns of head i are a product with a 0/1 matrix, ``Q_i = Q W_i``. Since ``Σ_i W_i W_iᵀ = 1``, the heads'
-scores sum to the full product, ``Q Kᵀ = Σ_i Q_i K_iᵀ``; and stacked head under head they are the diagonal blocks of
-one product. S10: the mean and variance of a dot product of independent entries, which is why scores are divided by
-√d_k.
+scores sum to the full product, ``Q Kᵀ = Σ_i Q_i K_iᵀ``; with the heads stacked along the tokens, they are the diagonal
+blocks of one product. S10: the mean and variance of a dot product of independent entries, which is why scores are
+divided by √d_k.
 
 Source: Vaswani et al. 2017, section 3.2 and footnote 4, https://arxiv.org/abs/1706.03762.
 """
@@ -20,9 +20,9 @@ from attnforge.model.attention import attention, merge_heads, split_heads, split
 
 
 def selection_matrices(width: int, num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The 0/1 matrices ``W_i`` that pick the columns of head i: (h, width, width / h), ``Q W_i = Q_i``.
+    """Return the 0/1 matrices ``W_i`` that select the columns of head i: (h, width, width / h), ``Q W_i = Q_i``.
 
-    Raises ShapeError where num_heads does not divide width.
+    Raises ShapeError if num_heads does not divide width.
     """
     head_dim = split_width("width", width, num_heads)
     return rearrange(torch.eye(width, dtype=dtype), "w (h d) -> h w d", d=head_dim)
@@ -32,7 +32,7 @@ def multi_head_by_slicing(query: Tensor, key: Tensor, value: Tensor, num_heads: 
     """``Concat_i softmax(Q_i K_iᵀ / √(d_k / h)) V_i`` with ``Q_i``, ``K_i``, ``V_i`` as slices of columns.
 
     Shapes: query (..., n_q, d_k), key (..., n_k, d_k), value (..., n_k, d_v); result (..., n_q, d_v).
-    Raises ShapeError where num_heads does not divide d_k and d_v.
+    Raises ShapeError if num_heads does not divide d_k and d_v.
     """
     scale = 1 / math.sqrt(split_width("key_dim", key.shape[-1], num_heads))
     split_width("value_dim", value.shape[-1], num_heads)
@@ -50,10 +50,10 @@ def multi_head_by_selection(query: Tensor, key: Tensor, value: Tensor, num_heads
 
 
 def stacked_scores(query: Tensor, key: Tensor, num_heads: int) -> Tensor:
-    """Full attention's product over heads stacked as tokens, before the softmax: (..., h · n_q, h · n_k).
+    """Full attention's scores with the heads stacked along the tokens, before the softmax: (..., h · n_q, h · n_k).
 
-    Its diagonal blocks of (n_q, n_k) are the heads' own scores ``Q_i K_iᵀ``; multi-head attention is full attention
-    with all other blocks masked. Raises ShapeError where num_heads does not divide the width.
+    The diagonal blocks of (n_q, n_k) are the heads' scores ``Q_i K_iᵀ``; multi-head attention is full attention with
+    all other blocks masked. Raises ShapeError if num_heads does not divide the width.
     """
     split_width("key_dim", key.shape[-1], num_heads)
     stacked_query = rearrange(query, "... n (h d) -> ... (h n) d", h=num_heads)

@@ -20,9 +20,9 @@ from attnforge.model.attention import (
 
 
 def split_patches(image: Tensor, patch_size: int) -> Tensor:
-    """(C, H, W) or (B, C, H, W) -> (..., H/p · W/p, C · p · p): one token a patch, row-major over the grid.
+    """(C, H, W) or (B, C, H, W) -> (..., H/p · W/p, C · p · p): one token per patch, row-major over the grid.
 
-    3×224×224 with p = 4 is 3,136 tokens of 48. Any dtype. Raises ShapeError where p does not divide H and W.
+    3×224×224 with p = 4 is 3,136 tokens of 48. Any dtype. Raises ShapeError if p does not divide H and W.
     """
     require_positive(patch_size=patch_size)
     height, width = image.shape[-2:]
@@ -36,7 +36,7 @@ def split_patches(image: Tensor, patch_size: int) -> Tensor:
 def merge_patches(tokens: Tensor, patch_size: int, height: int, width: int) -> Tensor:
     """(..., H/p · W/p, C · p · p) -> (..., C, H, W): the exact inverse of :func:`split_patches`.
 
-    Raises ShapeError where p does not divide height and width, or the tokens are not those of such an image.
+    Raises ShapeError if p does not divide height and width, or the tokens do not match an image of that size.
     """
     require_positive(patch_size=patch_size)
     if height % patch_size or width % patch_size:
@@ -50,7 +50,7 @@ def merge_patches(tokens: Tensor, patch_size: int, height: int, width: int) -> T
 
 
 def count_patches(image_size: int, patch_size: int) -> int:
-    """How many patches a square image has; raises ShapeError where patch_size does not divide image_size."""
+    """Return the number of patches of a square image; raise ShapeError if patch_size does not divide image_size."""
     if image_size % patch_size:
         raise ShapeError(f"image_size {image_size} with patch_size {patch_size}; choose a patch_size that divides it")
     return (image_size // patch_size) ** 2
@@ -60,7 +60,7 @@ class PatchAttention(nn.Module):
     """S8, multi-head self-attention over the patches of an image: ``split_patches``, then S2 with d_in = C · p · p.
 
     Shapes: image (C, H, W) or (B, C, H, W); result (..., H/p · W/p, embed_dim).
-    Raises ShapeError where p does not divide H and W, num_heads does not divide embed_dim, or the channels do not fit.
+    Raises ShapeError if p does not divide H and W, num_heads does not divide embed_dim, or the channels do not match.
     """
 
     def __init__(self, channels: int = 3, patch_size: int = 4, embed_dim: int = 192, num_heads: int = 3) -> None:
@@ -82,8 +82,8 @@ class PatchAttentionClassifier(nn.Module):
     feed-forward layers, the mean over patches, a LayerNorm, and a linear head. The defaults are for 8×8 digits: 16
     tokens of 4 pixels.
 
-    Shapes: image (B, C, image_size, image_size); result (B, num_classes), logits. Raises ShapeError where patch_size
-    does not divide image_size, num_heads does not divide embed_dim, or the image is of another size.
+    Shapes: image (B, C, image_size, image_size); result (B, num_classes), logits. Raises ShapeError if patch_size does
+    not divide image_size, num_heads does not divide embed_dim, or the image has another size.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class PatchAttentionClassifier(nn.Module):
         num_patches = count_patches(image_size, patch_size)
         self.channels, self.image_size, self.patch_size = channels, image_size, patch_size
         self.embedding = nn.Linear(channels * patch_size**2, embed_dim)
-        # The mean over patches forgets where they were, so positions start as large as a LayerNorm's output.
+        # The mean over patches discards their positions, so the position embedding starts as large as a LayerNorm's
+        # output.
         self.positions = nn.Parameter(torch.randn(num_patches, embed_dim))
         self.norms = nn.ModuleList(nn.LayerNorm(embed_dim) for _ in range(num_layers))
         self.attentions = nn.ModuleList(MultiHeadAttention(embed_dim, num_heads) for _ in range(num_layers))

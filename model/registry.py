@@ -1,7 +1,7 @@
-"""The named models: for each a module, example arguments, and the dynamic shapes that ``torch.export`` takes.
+"""The named models, each with a module, example arguments and dynamic shapes for ``torch.export``.
 
-``dynamic_shapes`` is torch.export's own format, keyed by the name of the forward argument; the range of a ``Dim`` is
-the range of sizes that a deployment has to serve, the example's size the one it is tuned for.
+``dynamic_shapes`` has torch.export's own format, keyed by the name of the forward argument. The range of a ``Dim`` is
+the range of sizes that a deployment must serve, and the example's size is the one it is tuned for.
 https://docs.pytorch.org/docs/stable/export.html
 """
 
@@ -51,7 +51,7 @@ DynamicShapes = dict[str, dict[int, Dim] | None]
 
 
 class Example(NamedTuple):
-    """A module, positional arguments for its forward, and which of their axes are dynamic (None: none is)."""
+    """A module, positional arguments for its forward, and their dynamic axes (None: all axes are static)."""
 
     module: nn.Module
     args: tuple[Tensor, ...]
@@ -60,8 +60,17 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A name, the system it is an instance of (as "S1"), one line about it, how to make it, its trained weights, and
-    for a model of text the ``tokenizers`` file that its token ids are of and the ids behind which a text ends."""
+    """A named model.
+
+    Attributes:
+        name: its name.
+        system: the system it is an instance of, such as "S1".
+        summary: one line about it.
+        make: function that builds it.
+        weights: its trained weights, if any.
+        tokenizer: for a text model, the ``tokenizers`` file of its token ids.
+        stop: for a text model, the ids after which a text ends.
+    """
 
     name: str
     system: str
@@ -78,7 +87,7 @@ Make = TypeVar("Make", bound=Callable[..., Example])
 
 
 def registered(system: str, summary: str, **trained: Any) -> Callable[[Make], Make]:
-    """Registers the function that makes a model under its own name, with `-` for `_`; arguments are those of
+    """Register the function that makes a model under its own name, with `-` for `_`; the arguments are those of
     :class:`RegisteredModel`."""
 
     def register(make: Make) -> Make:
@@ -90,20 +99,20 @@ def registered(system: str, summary: str, **trained: Any) -> Callable[[Make], Ma
 
 
 def build_model(name: str, *, weights: str | PathLike[str] | None = None, **options: Any) -> Example:
-    """The model of a name, in eval mode, float32, on the CPU, with example arguments and dynamic shapes.
+    """Build a named model in eval mode, float32, on the CPU, with example arguments and dynamic shapes.
 
-    ``options`` are the keyword arguments of the model's ``make``; a string is read as the type that ``make`` names. Its
-    weights come from the safetensors file ``weights``, else from training where the model was trained, else they are
-    random from a fixed seed. The random state of the process stays as it was.
+    ``options`` are the keyword arguments of the model's ``make``; strings are converted to the annotated types. The
+    weights come from the safetensors file ``weights``, or from training if the model was trained, or are random with a
+    fixed seed. The random state of the process does not change.
 
-    Raises UnknownNameError for a name or option that does not exist, UsageError for an option of another type or of a
-    size that no memory holds, and for a weights file that is not this model's, and what the module itself raises.
+    Raises UnknownNameError for an unknown name or option, UsageError for an option of another type or of a size that
+    does not fit into memory, and for a weights file of another model, and whatever the module itself raises.
     """
     check_known("model", name, MODELS)
     model = MODELS[name]
     options = read_options(model.make, options)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(SEED)  # the CPU's alone: torch.manual_seed would reseed every GPU too
+        torch.default_generator.manual_seed(SEED)  # only the CPU's: torch.manual_seed would reseed every GPU too
         try:
             example = model.make(**options)
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # TypeError: over 64 bits
@@ -116,7 +125,7 @@ def build_model(name: str, *, weights: str | PathLike[str] | None = None, **opti
 
 
 def read_options(make: Callable[..., Example], options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` as the types that ``make`` is annotated with, which are str, int, float and bool."""
+    """Convert ``options`` to the types that ``make`` is annotated with: str, int, float or bool."""
     known = inspect.signature(make, eval_str=True).parameters
     for name in options:
         check_known("option", name, known)
@@ -124,7 +133,7 @@ def read_options(make: Callable[..., Example], options: dict[str, Any]) -> dict[
 
 
 def read_option(name: str, value: Any, kind: type) -> Any:
-    """``value`` as a ``kind``; raises UsageError where it is not one."""
+    """Convert ``value`` to a ``kind``; raise UsageError if that is not possible."""
     try:
         return TypeAdapter(kind).validate_python(value, strict=not isinstance(value, str))
     except ValidationError as error:
@@ -132,9 +141,9 @@ def read_option(name: str, value: Any, kind: type) -> Any:
 
 
 def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
-    """Loads a safetensors file that has exactly the names and shapes of the module's state dict.
+    """Load a safetensors file that has exactly the names and shapes of the module's state dict.
 
-    Floating dtypes may differ; values are cast to the module's. Raises UsageError otherwise.
+    Floating dtypes may differ; values are cast to the module's. Raises UsageError for any other difference.
     """
     try:
         tensors = load_file(path)
@@ -209,7 +218,7 @@ def general_attention(
     return Example(module, (features,), {"features": {0: batch, 2: tokens}})
 
 
-@registered("S5", "the additive score, which is no inner product")
+@registered("S5", "the additive score, which is not an inner product")
 def additive_attention(align: str = "softmax") -> Example:
     return general_attention("additive", align, query_dim=48)
 
@@ -259,7 +268,7 @@ def patch_attention(
             "that is a multiple of 4, an image_size from 8 to it, and a max_batch of 1 (a fixed batch) or more"
         )
     module = PatchAttention(3, 4, embed_dim, num_heads)
-    # From 2, for a grid of one row or column is a special case to torch.export however the patches are cut.
+    # From 2, because torch.export treats a grid of one row or column as a special case.
     rows, columns = Dim("rows", min=2, max=max_image_size // 4), Dim("cols", min=2, max=max_image_size // 4)
     shapes = {2: 4 * rows, 3: 4 * columns}
     # The largest case is also run in float64, where each of its score matrices takes 8 · tokens² bytes.
@@ -350,7 +359,7 @@ def decoder(
 
 
 DECODER_DIGITS = DecoderSizes(
-    vocab_size=29,  # ten classes, seventeen levels of ink, a newline and an end
+    vocab_size=29,  # ten classes, seventeen grey levels, a newline and an end token
     embed_dim=96,
     num_heads=6,
     num_layers=3,
@@ -390,12 +399,12 @@ def vit(
 
 
 def batch_axis(max_batch: int) -> dict[int, Dim]:
-    """Axis 0 as a batch of 1 to ``max_batch`` samples, which is fixed where that is 1."""
+    """Return axis 0 as a batch of 1 to ``max_batch`` samples, or no dynamic axis if that is 1."""
     return {0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {}
 
 
 def require_sizes(**sizes: tuple[int, int]) -> None:
-    """That every size of an example is at least 1 and at most its largest; an error that names those that are not."""
+    """Raise ShapeError unless every size of an example is between 1 and its maximum; sizes are (size, maximum)."""
     for name, (size, largest) in sizes.items():
         if not 1 <= size <= largest:
             raise ShapeError(f"{name} is {size}; give 1 to {largest}")
@@ -417,6 +426,6 @@ def reshape_without_transpose(
 
 
 def padding(num_tokens: int, batch_size: int = BATCH) -> Tensor:
-    """A key_padding_mask (batch_size, num_tokens) whose first sample is whole and whose others end early."""
+    """Return a key_padding_mask (batch_size, num_tokens) in which the first sample has no padding and the others do."""
     lengths = torch.tensor([[max(1, num_tokens - 8 * sample)] for sample in range(batch_size)])
     return torch.arange(num_tokens) >= lengths

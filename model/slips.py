@@ -1,8 +1,7 @@
-"""S13, two slips that are found in published code, kept as they are, wrong.
+"""S13, two mistakes found in published code, reproduced on purpose.
 
-They compute something, run, and train; only the numbers tell. Both are here so that a deployment can be held to
-reproduce them: it must deploy the function it was given, not the one that was meant. For the right function use
-:class:`attnforge.model.MultiHeadSelfAttention`.
+Both run and train, and only their results are wrong. They test that a deployment reproduces the function it is given,
+and not the one that was intended. For the correct function use :class:`attnforge.model.MultiHeadSelfAttention`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from attnforge.model.attention import merge_heads, require_width, split_heads, s
 class PostSoftmaxScale(nn.Module):
     """S13a, the scale on the wrong side of the softmax: ``(softmax(Q Kᵀ) / √d_k) V``.
 
-    The right function is ``softmax(Q Kᵀ / √d_k) V``. Here the rows of weights sum to 1 / √d_k, not to 1, and the
-    softmax sees unscaled scores, so it saturates as d_k grows. Both agree only where d_k = 1.
+    The correct function is ``softmax(Q Kᵀ / √d_k) V``. Here the rows of weights sum to 1 / √d_k, not to 1, and the
+    softmax gets unscaled scores, so it saturates as d_k grows. Both agree only for d_k = 1.
 
-    Shapes: x (n, d_in) or (B, n, d_in); result (n, d_v) or (B, n, d_v). ``num_heads`` None means one head without an
-    axis of its own; with heads, d_k above is key_dim / num_heads. Raises ShapeError where num_heads does not divide
-    key_dim and value_dim or x is not d_in wide.
+    Shapes: x (n, d_in) or (B, n, d_in); result (n, d_v) or (B, n, d_v). ``num_heads`` None means one head without a
+    head axis; with heads, d_k above is key_dim / num_heads. Raises ShapeError if num_heads does not divide key_dim and
+    value_dim or x is not d_in wide.
     """
 
     def __init__(
@@ -55,16 +54,15 @@ class PostSoftmaxScale(nn.Module):
 
 
 class ReshapeWithoutTranspose(nn.Module):
-    """S13b, heads made by ``reshape(-1, B, n, d / h)`` where a reshape and a transpose are meant.
+    """S13b, heads made by ``reshape(-1, B, n, d / h)`` instead of a reshape and a transpose.
 
-    The reshape lays the h parts of every token one after the other and cuts that row into sequences of n parts, h of
-    them a sample. So what is called a head is a run of n / h neighbouring tokens with all their parts, and a token
-    attends within its run only, among parts of different heads; where h does not divide n, a run begins and ends inside
-    tokens. Samples stay apart. The right function keeps the token axis: (B, n, h, d / h), then a transpose. Both agree
-    where h = 1.
+    The reshape concatenates the h parts of every token and cuts the result into sequences of n parts, h of them per
+    sample. So each "head" is a run of n / h neighbouring tokens with all their parts, and a token attends only within
+    its run, across the parts of different heads; if h does not divide n, a run starts and ends inside tokens. Samples
+    are not mixed. The correct function keeps the token axis: (B, n, h, d / h), then a transpose. Both agree for h = 1.
 
-    Shapes: x (B, n, d_in); result (B, n, d_v). Raises ShapeError where num_heads does not divide key_dim and value_dim,
-    x has no batch axis, or x is not d_in wide.
+    Shapes: x (B, n, d_in); result (B, n, d_v). Raises ShapeError if num_heads does not divide key_dim and value_dim, x
+    has no batch axis, or x is not d_in wide.
     """
 
     def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
@@ -81,7 +79,7 @@ class ReshapeWithoutTranspose(nn.Module):
         if x.ndim != 3:
             raise ShapeError(f"x is {tuple(x.shape)}; give (B, n, d_in), with a batch of 1 for one sequence")
         batch, tokens, _ = x.shape
-        # Flat first: torch.export cannot decide for all sizes whether this reshape is a view, and flattening asks less.
+        # Flatten first: torch.export cannot decide for all sizes whether the reshape alone is a view.
         query = self.query_proj(x).flatten().reshape(-1, batch, tokens, self.key_head_dim)  # (h, B, n, d_k / h), mixed
         key = self.key_proj(x).flatten().reshape(-1, batch, tokens, self.key_head_dim)
         value = self.value_proj(x).flatten().reshape(-1, batch, tokens, self.value_head_dim)

@@ -1,8 +1,8 @@
-"""S12, attention grown to a Transformer: embedding, positions, truncation, masks, heads, layers, and LayerNorm.
+"""S12, a Transformer encoder: embedding, positions, truncation, masks, heads, layers, and LayerNorm.
 
-One encoder serves for tokens and, behind :class:`VisionTransformer`, for patches. It computes what
-``torch.nn.TransformerEncoder`` computes in eval mode given the same weights, except that a query that may attend to
-nothing yields zeros from attention, not NaN. There is no dropout: these modules are for inference. Batch first always.
+The same encoder is used for tokens and, in :class:`VisionTransformer`, for patches. With the same weights it computes
+what ``torch.nn.TransformerEncoder`` computes in eval mode, except that a query that may attend to nothing yields zeros
+from attention, not NaN. There is no dropout: these modules are for inference. They are always batch first.
 
 Sources: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; pre-norm: Xiong et al. 2020,
 https://arxiv.org/abs/2002.04745; the PyTorch documentation of ``torch.nn.TransformerEncoderLayer``.
@@ -35,7 +35,7 @@ class SinusoidalPositions(nn.Module):
     """``x + P`` with ``P[t, 2i] = sin(t / 10000^(2i/d))`` and ``P[t, 2i+1] = cos(t / 10000^(2i/d))``.
 
     Shapes: x (..., n, embed_dim) with n up to max_length; result the same. The table is a buffer: it follows ``.to``
-    and is no part of the state dict. Raises ShapeError for an odd embed_dim, or an x that is too wide or too long.
+    and is not in the state dict. Raises ShapeError for an odd embed_dim, or an x of another width or too many tokens.
 
     Source: Vaswani et al. 2017, section 3.5, https://arxiv.org/abs/1706.03762.
     """
@@ -59,8 +59,8 @@ class SinusoidalPositions(nn.Module):
 class LearnedPositions(nn.Module):
     """``x + P`` with a learned ``P`` (max_length, embed_dim).
 
-    Shapes: x (..., n, embed_dim) with n up to max_length; result the same. Raises ShapeError for an x that is too
-    wide or too long.
+    Shapes: x (..., n, embed_dim) with n up to max_length; result the same. Raises ShapeError for an x of another width
+    or too many tokens.
 
     Source: Gehring et al. 2017, https://arxiv.org/abs/1705.03122, section 3.1.
     """
@@ -75,7 +75,7 @@ class LearnedPositions(nn.Module):
 
 
 def rows_of(table: Tensor, x: Tensor) -> Tensor:
-    """The first n rows of ``table`` (max_length, embed_dim) for x (..., n, embed_dim)."""
+    """Return the first n rows of ``table`` (max_length, embed_dim) for x (..., n, embed_dim)."""
     require_width("x", x, table.shape[1])
     if x.shape[-2] > table.shape[0]:
         raise ShapeError(f"{x.shape[-2]} tokens; there are {table.shape[0]} positions, so truncate or raise max_length")
@@ -111,7 +111,7 @@ class EncoderLayer(nn.Module):
     Pre-norm (norm_first True): ``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``.
 
     Shapes: x (B, n, embed_dim) or (n, embed_dim); masks as in :func:`attnforge.model.attention.merge_masks`; result
-    as x. ``feedforward_dim`` is 4 · embed_dim where not given. Raises as :class:`MultiHeadAttention` and
+    like x. ``feedforward_dim`` defaults to 4 · embed_dim. Raises as :class:`MultiHeadAttention` and
     :class:`FeedForward` do.
     """
 
@@ -151,14 +151,14 @@ class EncoderLayer(nn.Module):
 
     @classmethod
     def from_torch(cls, layer: nn.TransformerEncoderLayer) -> EncoderLayer:
-        """The same function as ``layer`` in eval mode, batch first, with a copy of its weights.
+        """Return the same function as ``layer`` in eval mode, batch first, with a copy of its weights.
 
         Raises UsageError for an activation other than relu and exact gelu.
         """
         mlp, bias = layer.linear1, layer.linear1.bias is not None
         activation, norm_first, eps = activation_name(layer.activation), layer.norm_first, layer.norm1.eps
         copy = cls(mlp.in_features, layer.self_attn.num_heads, mlp.out_features, activation, norm_first, eps, bias)
-        copy.to(mlp.weight)  # before the weights are copied, lest float64 pass through float32
+        copy.to(mlp.weight)  # before the weights are copied, so that float64 weights are not rounded to float32
         copy.attention = MultiHeadAttention.from_torch(layer.self_attn)
         copy.feed_forward.linear1.load_state_dict(layer.linear1.state_dict())
         copy.feed_forward.linear2.load_state_dict(layer.linear2.state_dict())
@@ -168,7 +168,7 @@ class EncoderLayer(nn.Module):
 
 
 def activation_name(activation: object) -> str:
-    """The name of a torch activation; raises UsageError for one that :class:`FeedForward` does not have."""
+    """Return the name of a torch activation; raise UsageError for one that :class:`FeedForward` does not have."""
     if activation is F.relu or isinstance(activation, nn.ReLU):
         return "relu"
     if activation is F.gelu or (isinstance(activation, nn.GELU) and activation.approximate == "none"):
@@ -177,15 +177,15 @@ def activation_name(activation: object) -> str:
 
 
 class TransformerEncoder(nn.Module):
-    """Token embedding, truncation, positions, layers and a last norm, each of them optional but the layers.
+    """Token embedding, truncation, positions, layers and a final norm; all are optional except the layers.
 
-    Shapes: tokens (B, n) int64 where ``vocab_size`` is given, else (B, n, embed_dim); key_padding_mask (B, n), bool,
+    Shapes: tokens (B, n) int64 if ``vocab_size`` is given, else (B, n, embed_dim); key_padding_mask (B, n), bool,
     True = padding; result (B, min(n, max_length), embed_dim). ``max_length`` None keeps all tokens; positions need
-    one. ``positions`` is "sinusoidal", "learned" or None. ``is_causal`` lets token i see tokens 0 ... i only.
-    Embeddings are not scaled.
+    a ``max_length``. ``positions`` is "sinusoidal", "learned" or None. ``is_causal`` lets token i see only tokens
+    0 ... i. Embeddings are not scaled.
 
-    For torch.export, let the largest number of tokens be max_length at most: it refuses a size that is the smaller of
-    two, so a deployed encoder takes its tokens truncated.
+    For torch.export, bound the number of tokens by max_length: it refuses a size that is the minimum of two, so a
+    deployed encoder must be given truncated tokens.
 
     Raises UnknownNameError for unknown positions, UsageError for positions without a max_length, and as
     :class:`EncoderLayer` does.
@@ -226,14 +226,14 @@ class TransformerEncoder(nn.Module):
         x = tokens if self.embedding is None else self.embedding(tokens)  # (B, n, embed_dim)
         if self.positions is not None:
             x = self.positions(x)
-        mask = merge_masks(None, key_padding_mask, self.is_causal, x, x)  # once, not once a layer
+        mask = merge_masks(None, key_padding_mask, self.is_causal, x, x)  # once for all layers
         for layer in self.layers:
             x = layer(x, attn_mask=mask)
         return x if self.norm is None else self.norm(x)  # (B, n, embed_dim)
 
     @classmethod
     def from_torch(cls, encoder: nn.TransformerEncoder, is_causal: bool = False) -> TransformerEncoder:
-        """The same function as ``encoder`` in eval mode, batch first, with a copy of its weights.
+        """Return the same function as ``encoder`` in eval mode, batch first, with a copy of its weights.
 
         Raises UsageError for an activation other than relu and exact gelu.
         """
@@ -248,7 +248,7 @@ class TransformerEncoder(nn.Module):
 def named_positions(
     positions: str | None, embed_dim: int, max_length: int | None
 ) -> SinusoidalPositions | LearnedPositions | None:
-    """The positions of a name, None for None; raises as :class:`TransformerEncoder` says."""
+    """Return the named positions, or None for None; raises as :class:`TransformerEncoder` does."""
     if positions is None:
         return None
     check_known("positions", positions, POSITIONS)
@@ -260,8 +260,8 @@ def named_positions(
 class VisionTransformer(nn.Module):
     """A ViT: patches, linear embedding, class token, learned positions, pre-norm encoder, and a linear head.
 
-    Shapes: image (B, C, image_size, image_size); result (B, num_classes), float. Raises ShapeError where patch_size
-    does not divide image_size, num_heads does not divide embed_dim, or the image is of another size.
+    Shapes: image (B, C, image_size, image_size); result (B, num_classes), float. Raises ShapeError if patch_size does
+    not divide image_size, num_heads does not divide embed_dim, or the image has another size.
 
     Source: Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, section 3.1.
     """

@@ -1,7 +1,7 @@
-"""S4, self-attention on paper: three tokens of four features, small integer weights, no scale.
+"""S4, self-attention computed by hand: three tokens of four features, small integer weights, no scale.
 
-Every intermediate table of this ``softmax(Q Kᵀ) V`` is known by hand, from scores of 2, 4 and 16 to outputs of five
-digits, so a wrong transpose, a wrong axis or a stray scale shows as a number. The tests hold the tables.
+Every intermediate table of this ``softmax(Q Kᵀ) V`` is known, from scores of 2, 4 and 16 to outputs of five digits, so
+a wrong transpose, a wrong axis or a stray scale gives a wrong number. The tables are in the tests.
 Source: R. Karim, Illustrated: Self-Attention, 2019,
 https://towardsdatascience.com/illustrated-self-attention-2d627e33b20a
 """
@@ -24,8 +24,8 @@ VALUE_WEIGHT: Table = ((0, 2, 0), (0, 3, 0), (1, 0, 3), (1, 1, 0))
 class WorkedExample(nn.Module):
     """``softmax(Q Kᵀ) V`` with ``K = X Wk``, ``Q = X Wq``, ``V = X Wv`` and the weights of the example.
 
-    Shapes: x (n, 4) or (B, n, 4), the example's own is ``INPUT``, (3, 4); result (n, 3) or (B, n, 3).
-    Raises ShapeError where x is not 4 wide.
+    Shapes: x (n, 4) or (B, n, 4), in the example ``INPUT``, (3, 4); result (n, 3) or (B, n, 3).
+    Raises ShapeError if x is not 4 wide.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Run time: bundle → Session → outputs, and parity. Imports no torch, the eager backend aside."""
+"""Run time: bundle → Session → outputs, and parity. Imports no torch, except in the eager backend."""

@@ -1,7 +1,8 @@
-"""Reference cases: the inputs that a deployed model is judged on, made again without torch.
+"""Reference cases: the inputs that a deployed model is checked on, made again without torch.
 
-Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle keeps outputs only. An output of more than
-:data:`SAMPLED` numbers is kept at that many places, which the seed decides, and in sums of :data:`BLOCK` numbers each.
+Random inputs are drawn by NumPy's PCG64 from a recorded seed, so the bundle stores only outputs. Of an output of more
+than :data:`SAMPLED` elements it stores that many, at positions determined by the seed, and sums of :data:`BLOCK`
+elements each.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from attnforge.errors import InputError, UnavailableError, UnknownNameError
 from attnforge.memory import available
 
 SAMPLED = 32_768
-"""Numbers up to which an output is kept whole, and which are kept of a larger one."""
+"""Number of elements up to which an output is stored whole, and that are stored of a larger one."""
 
 OUTLIERS = 60.0
-"""How many times as large as the others an outlying channel is, as transformers' "emergent features" are at most
+"""Factor by which an outlier channel is larger than the others; the maximum of transformers' "emergent features"
 (LLM.int8(), https://arxiv.org/abs/2208.07339)."""
 
 KINDS: tuple[tuple[Kind, float], ...] = (
@@ -36,66 +37,66 @@ KINDS: tuple[tuple[Kind, float], ...] = (
     ("denormal", 1.0),
     ("extremes", 1.0),
 )
-"""Kinds of floating-point inputs besides normal ones, and their scales."""
+"""Kinds of floating-point inputs in addition to normal ones, and their scales."""
 
 MASKS: tuple[Masks, ...] = ("all", "none", "one", "all but one", "ragged")
-"""Kinds of masks besides random ones."""
+"""Kinds of masks in addition to random ones."""
 
 LARGEST_INTEGER = 2**31 - 1
-"""The largest whole number that is drawn: the last of 32 bits, in which OpenVINO computes int64, too. In fp32, in which
-it compares and divides whole numbers, its neighbours are the same number."""
+"""The largest integer that is drawn: the largest of 32 bits, in which OpenVINO also computes int64. In fp32, in which
+it compares and divides integers, its neighbours are the same number."""
 
 LARGEST = "normal-largest"
-"""The name of the case of normal inputs with all dims at their maximum."""
+"""Name of the case of normal inputs with all dims at their maximum."""
 
 WHOLE_CACHE = "whole-cache"
-"""The name of the case of one sample with as many tokens as a decoder's caches hold, which steps alone reach."""
+"""Name of the case of one sample that fills a decoder's caches, which only steps reach."""
 
 STEPPED = ("example", "normal-prime")
-"""The names of the cases whose tokens a decoder is given in every order, and whose keys and values the bundle keeps."""
+"""Names of the cases whose tokens a decoder receives by every schedule, and whose keys and values the bundle stores."""
 
 CHEAP = 1e9
-"""Floating-point operations of a run up to which no case is made smaller for its cost."""
+"""Floating-point operations of a run up to which no case is made smaller because of its cost."""
 
 PASSES = 10
-"""Runs of the example that all cases together may cost, the largest sizes aside."""
+"""Runs of the example that all cases together may cost, not counting the largest sizes."""
 
 Cost = Callable[[Mapping[str, int]], float]
-"""The floating-point operations of a run of the model, by the sizes of its dims."""
+"""The floating-point operations of a run of the model, as a function of the sizes of its dims."""
 
 
 def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
-    """The cases that a bundle is deployed with, besides real data.
+    """The cases that a bundle is deployed with, in addition to real data.
 
     - The example.
-    - Normal inputs at the example's sizes, where these are static or a run is cheap; at all dims smallest, at all dims
-      largest, at each dim smallest with the others largest, and at odd and at prime sizes. Of up to two dynamic dims
+    - Normal inputs at the example's sizes, if these are static or a run is cheap; with all dims smallest, all dims
+      largest, each dim smallest with the others largest, and at odd and at prime sizes. With up to two dynamic dims
       these are all corners of the profile.
-    - Every kind of :data:`KINDS`, at odd sizes, where an input is floating-point.
-    - Every kind of :data:`MASKS`, at prime sizes, where an input is a mask.
-    - Zeros, and the largest numbers that eager takes, at odd sizes, where an input is a whole number that indexes no
-      table: a length of nothing, and of all.
-    - -infinity at some places, at prime sizes, where an input is added to scores.
+    - Every kind of :data:`KINDS`, at odd sizes, if an input is floating-point.
+    - Every kind of :data:`MASKS`, at prime sizes, if an input is a mask.
+    - Zeros, and the largest numbers that eager accepts, at odd sizes, if an input is an integer that does not index a
+      table: a length of nothing, and of everything.
+    - -infinity in some elements, at prime sizes, if an input is added to scores.
 
-    What a case costs is counted in runs of the example, or of :data:`CHEAP` operations where that is more. All dims are
+    The cost of a case is counted in runs of the example, or of :data:`CHEAP` operations if that is more. All dims are
     largest once, whatever that costs. Other cases cost at most: the corners four runs together, prime sizes one, odd
-    sizes half a run, and a kind of inputs or of masks, where the sizes are not what is tried, a quarter. Where they
-    would cost more, the sizes move towards the smallest, and in corners the other dims are as in the example.
+    sizes half a run, and a kind of inputs or of masks, where sizes are not under test, a quarter. If they would
+    cost more, the sizes move towards the smallest, and in corners the other dims are as in the example.
 
     Args:
-        inputs: the model's.
-        cost: of a run; without it every run is cheap.
+        inputs: the model's inputs.
+        cost: the cost of a run; without it every run is cheap.
     """
     symbols = _symbols(inputs)
     cost = cost or (lambda sizes: 0.0)
     opt, low, high = (sizes_at(inputs, bound) for bound in ("opt", "min", "max"))
     run = run_of_example(opt, cost)
 
-    def between(wanted: Callable[[int], bool], place: float, runs: float) -> dict[str, int]:
-        """The wanted sizes at `place` of the way from min to max, or as near to it as `runs` allow."""
+    def between(wanted: Callable[[int], bool], fraction: float, runs: float) -> dict[str, int]:
+        """The wanted sizes at `fraction` of the way from min to max, or as near to it as `runs` allow."""
         sizes = low
         for share in SHARES:
-            sizes = {s: _between(d, wanted, place * share) for s, d in symbols.items()}
+            sizes = {s: _between(d, wanted, fraction * share) for s, d in symbols.items()}
             if cost(sizes) <= runs * run:
                 break
         return sizes
@@ -106,8 +107,8 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
         shapes = {"opt": opt, **shapes}
     for symbol in symbols if len(symbols) > 1 else ():
         corner = {**high, symbol: low[symbol]}
-        is_dear = cost(corner) > 4 * run / len(symbols)
-        shapes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_dear else corner
+        is_expensive = cost(corner) > 4 * run / len(symbols)
+        shapes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_expensive else corner
     sweep = [Case(name="example", sizes=opt, kind="example", seed=0)]
 
     def add(name: str, sizes: dict[str, int], kind: Kind = "normal", scale: float = 1, masks: Masks = "random") -> None:
@@ -141,7 +142,7 @@ def sizes_at(inputs: Sequence[TensorSpec], bound: str) -> dict[str, int]:
 
 
 def _symbols(inputs: Sequence[TensorSpec]) -> dict[str, DimSpec]:
-    """The range of every symbol alone, in the order in which inputs have them."""
+    """The range of every symbol alone, in the order in which they appear in the inputs."""
     symbols: dict[str, DimSpec] = {}
     for dim in (dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)):
         of_symbol = {bound: (getattr(dim, bound) or 0) // dim.factor for bound in ("min", "opt", "max")}
@@ -150,15 +151,15 @@ def _symbols(inputs: Sequence[TensorSpec]) -> dict[str, DimSpec]:
 
 
 SHARES = (1, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16, 1 / 24, 1 / 32, 1 / 64, 1 / 128, 0)
-"""How far sizes move towards the smallest, until the case is as cheap as it has to be."""
+"""Steps of sizes towards the smallest, until the case is cheap enough."""
 
 
 def run_of_example(sizes: Mapping[str, int], cost: Cost) -> float:
     """The unit in which the cost of cases is counted.
 
     Args:
-        sizes: the example's.
-        cost: of a run.
+        sizes: the example's sizes.
+        cost: the cost of a run.
     """
     return max(cost(sizes), CHEAP)
 
@@ -168,15 +169,15 @@ def _is_floating(spec: TensorSpec) -> bool:
 
 
 def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
-    """Halve the largest whole number of a case's inputs; that of `large` ones becomes the next smaller size of a dim,
-    or the example's largest number.
+    """Halve the largest integer of a case's inputs; in a `large` case it becomes the next smaller size of a dim, or the
+    example's largest number.
 
     Args:
-        case: is changed.
-        inputs: the model's.
+        case: modified.
+        inputs: the model's inputs.
 
     Returns:
-        Whether there was one to lower.
+        whether there was one to lower.
     """
     if case.kind == "large":
         ends = (*case.sizes.values(), *(spec.high or 0 for spec in inputs if _is_number(spec)))
@@ -191,31 +192,31 @@ def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
 
 
 def _is_mask(spec: TensorSpec) -> bool:
-    """Whether an input is a mask: booleans, whole numbers from 0 to 1, or numbers that are added to scores."""
+    """Whether an input is a mask: booleans, integers from 0 to 1, or numbers that are added to scores."""
     return spec.dtype == "bool" or spec.excludes is not None or (spec.low, spec.high) == (0, 1)
 
 
 def _is_number(spec: TensorSpec) -> bool:
-    """Whether an input is a whole number of any size, such as a length or a time, as far as is known: no mask, no index
-    into a table of known size, and no size itself."""
+    """Whether an input is an integer of any size, such as a length or a time, as far as is known: not a mask, not an
+    index into a table of known size, and not a size itself."""
     if spec.dtype == "bool" or _is_floating(spec) or spec.index is not None or spec.role == "shape":
         return False
     return spec.role == "number" or not _is_mask(spec)
 
 
 def _is_added(spec: TensorSpec) -> bool:
-    """Whether an input is added to scores, and its example does not tell by which number it excludes keys."""
+    """Whether an input is added to scores, and its example does not show which number excludes keys."""
     return spec.role == "scores" and spec.excludes is None
 
 
 def excluded_by(example: Array) -> float | Literal["-inf"] | None:
-    """The number by which a floating-point input excludes keys: the one number that its example holds beside zeros.
+    """The number by which a floating-point input excludes keys: the only number in its example other than zero.
 
     Args:
-        example: of the input.
+        example: the input's example.
 
     Returns:
-        The number, or "-inf"; None where the input does not look like a mask that is added to scores.
+        the number, or "-inf"; None if the input does not look like a mask that is added to scores.
     """
     numbers = np.unique(example.astype(np.float64)) if example.size else np.zeros(0)
     if len(numbers) != 2 or numbers[1] != 0 or numbers[0] > -1e3:
@@ -224,13 +225,13 @@ def excluded_by(example: Array) -> float | Literal["-inf"] | None:
 
 
 def range_of_setting(example: Array) -> tuple[float, float] | None:
-    """The numbers that a setting of the model or of every sample may have: from half of the example's to twice it.
+    """The range of a setting of the model or of each sample: from half of the example's numbers to twice them.
 
     Args:
-        example: of the input.
+        example: the input's example.
 
     Returns:
-        The least and the largest; None where the input has more than one number a sample, or numbers of both signs.
+        the least and the largest; None if the input has more than one number per sample, or numbers of both signs.
     """
     if not example.size or math.prod(example.shape[1:]) != 1:
         return None
@@ -247,25 +248,25 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
     """A case of normal inputs.
 
     Args:
-        inputs: the model's.
-        sizes: of dims, by symbol; dims without a size are as in the example.
+        inputs: the model's inputs.
+        sizes: sizes of dims, by symbol; dims without a size are as in the example.
 
     Raises:
         UnknownNameError: no such dim.
-        InputError: a size that is no whole number.
+        InputError: a size that is not an integer.
     """
     example = next(case for case in cases(inputs) if case.kind == "normal")
     if unknown := [name for name in sizes if name not in example.sizes]:
         raise UnknownNameError("dim", unknown[0], example.sizes)
     if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or not 0 <= size <= LARGEST_SIZE]:
-        raise InputError(f"the size of {wrong[0]} is {sizes[wrong[0]]!r}; give a whole number")
+        raise InputError(f"the size of {wrong[0]} is {sizes[wrong[0]]!r}; give an integer from 0 to {LARGEST_SIZE:,}")
     return Case(name="at", sizes={**example.sizes, **sizes}, kind="normal", seed=1)
 
 
-def _between(dim: DimSpec, wanted: Callable[[int], bool], place: float) -> int:
-    """The wanted size that is nearest to `place` of the way from min to max; the size there where none is wanted."""
+def _between(dim: DimSpec, wanted: Callable[[int], bool], fraction: float) -> int:
+    """The wanted size nearest to `fraction` of the way from min to max; the size there if none is wanted."""
     low, high = dim.min or 0, dim.max or 0
-    start = round(low + place * (high - low))
+    start = round(low + fraction * (high - low))
     nearest = sorted(range(low, high + 1), key=lambda n: abs(n - start)) if high - low < 10_000 else [start]
     return next((n for n in nearest if wanted(n)), start)
 
@@ -279,45 +280,45 @@ def _is_prime(n: int) -> bool:
 
 
 def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an input where its symbols have these sizes."""
+    """The shape of an input with these sizes of its symbols."""
     return tuple(d if isinstance(d, int) else d.factor * sizes[d.symbol] for d in spec.dims)
 
 
 def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array]) -> dict[str, Array]:
     """The inputs of a case by name, in the dtypes of the model.
 
-    Floating-point inputs are standard normal, or by the case's kind:
+    Floating-point inputs are standard normal, or depend on the case's kind:
 
     - `uniform`: from -1 to 1;
     - `scaled`: normal times `case.scale`;
-    - `outliers`: normal, with one channel (place in the last dim) in sixty-four :data:`OUTLIERS` times as large;
+    - `outliers`: normal, with one channel (index of the last dim) in sixty-four :data:`OUTLIERS` times as large;
     - `constant`: ones;
     - `denormal`: normal times `case.scale` times a quarter of the dtype's least normal number;
-    - `extremes`: normal, with one number in sixty-one `case.scale` times the dtype's largest or least.
+    - `extremes`: normal, with one element in sixty-one `case.scale` times the dtype's largest or least number.
 
-    A setting, such as a temperature, is uniform over its range whatever the kind, unless all inputs are settings: it
-    scales all numbers, and would hide what others show.
+    A setting, such as a temperature, is uniform over its range in every kind, unless all inputs are settings: it scales
+    all numbers, and would hide what others show.
 
-    Whole numbers are uniform over the example's range, up to `case.most` where there is one. Those that index no table
-    are 0 in a case of kind `zeros`; of `large`, the last four up to :data:`LARGEST_INTEGER`, the dtype's largest number
-    or `case.most`, negative ones too where the example has any.
+    Integers are uniform over the example's range, up to `case.most` if there is one. Those that do not index a table
+    are 0 in a case of kind `zeros`; in `large`, the last four up to :data:`LARGEST_INTEGER`, the dtype's largest number
+    or `case.most`, including negative ones if the example has any.
 
-    Masks are by the case's `masks`; True, 1 and "not excluded" are the same here:
+    Masks depend on the case's `masks`; True, 1 and "not excluded" are the same here:
 
-    - `random`: True for three quarters of the numbers; of several rows (of the last dim) one is all False and one is
-      all True;
+    - `random`: three quarters of the elements are True; of several rows (along the last dim) one is all False and one
+      is all True;
     - `all` and `none`: all True, all False;
-    - `one` and `all but one`: one number of every row is True, or False;
-    - `ragged`: a beginning of every row is True;
-    - `infinite`: random, and where a floating-point input is added to scores -infinity takes the place of its numbers
-      where that is False.
+    - `one` and `all but one`: one element of every row is True, or False;
+    - `ragged`: the beginning of every row is True;
+    - `infinite`: random, and in a floating-point input that is added to scores -infinity replaces the elements where
+      the mask is False.
 
     Some models exclude where a mask is True and others where it is False; every kind tests both.
 
     Args:
         case: the case.
-        inputs: the model's.
-        stored: the example's inputs by name, and real data's by :func:`data_key`.
+        inputs: the model's inputs.
+        stored: the example's inputs by name, and those of real data by :func:`data_key`.
     """
     if case.kind == "example":
         return {spec.name: stored[spec.name] for spec in inputs}
@@ -334,35 +335,35 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
 
 
 ROOM = 2**28
-"""Bytes of inputs up to which nobody asks whether there is room for them."""
+"""Bytes of inputs up to which available memory is not checked."""
 
 
 def _check_room(case: Case, inputs: list[TensorSpec]) -> None:
     """Check that a case's inputs fit into memory: a manifest may name any sizes.
 
     Raises:
-        UnavailableError: they do not.
+        UnavailableError: there is too little memory.
     """
     needed = sum(math.prod(shape_of(spec, case.sizes)) * np.dtype(spec.dtype).itemsize for spec in inputs)
     if needed > ROOM and (left := available()) is not None and needed > left:
         raise UnavailableError(
             f"the inputs of {case.name} take {needed / 2**30:,.1f} GiB, and this machine has {left / 2**30:,.1f} GiB "
-            "left"
+            "available"
         )
 
 
 def data_key(case: Case, name: str) -> str:
-    """Name under which an input of a case of real data is stored."""
+    """The name under which an input of a case of real data is stored."""
     return f"{case.name}/{name}"
 
 
 def labels_key(case: Case) -> str:
-    """Name under which the labels of a case of real data are stored."""
+    """The name under which the labels of a case of real data are stored."""
     return f"labels/{case.name}"
 
 
 def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
-    """One input of a case of random inputs."""
+    """One input of a case with random inputs."""
     shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
     if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks not in ("random", "infinite")):
         mask = _mask(case.masks, shape, rng)
@@ -401,60 +402,60 @@ def _mask(masks: Masks, shape: tuple[int, ...], rng: np.random.Generator) -> Arr
     if masks in ("random", "infinite"):
         mask = np.asarray(rng.random(shape) < 0.75)
         rows = mask.reshape(-1, size)
-        if len(rows) > 1:  # rows that the seed draws, because a fault may be in the first or last sample alone
+        if len(rows) > 1:  # rows are drawn, because a fault may affect only the first or the last sample
             hidden, shown = rng.choice(len(rows), 2, replace=False)
             rows[hidden], rows[shown] = False, True
         return mask
-    place = np.arange(size)
+    index = np.arange(size)
     chosen = rng.integers(0, size, (*shape[:-1], 1))
-    row = {"one": place == chosen, "all but one": place != chosen, "ragged": place <= chosen}[masks]
+    row = {"one": index == chosen, "all but one": index != chosen, "ragged": index <= chosen}[masks]
     return np.asarray(row.reshape(shape))
 
 
 def sampled(array: Array, case: Case) -> Array:
-    """The kept numbers of an output: all of it, flattened, or the numbers at its :func:`places`."""
-    kept = places(array.size, case)
+    """The stored elements of an output: all of it, flattened, or the elements at its :func:`stored_indices`."""
+    kept = stored_indices(array.size, case)
     return array.reshape(-1) if kept is None else array.reshape(-1)[kept]
 
 
-def places(size: int, case: Case) -> Array | None:
-    """The places at which an output of `size` numbers is kept, in order; None where all numbers are kept. Outputs of
-    real data are kept whole, because metrics are measured on them."""
+def stored_indices(size: int, case: Case) -> Array | None:
+    """The flat indices at which an output of `size` elements is stored, in order; None if it is stored whole. Outputs
+    of real data are stored whole, because metrics are measured on them."""
     if size <= SAMPLED or case.kind == "data":
         return None
     return np.sort(np.random.Generator(np.random.PCG64([case.seed, size])).choice(size, SAMPLED, replace=False))
 
 
 BLOCK = 64
-"""How many numbers of an output that is kept in part each sum has."""
+"""Number of elements in each sum of an output that is stored in part."""
 
 
 def blocks(array: Array, case: Case) -> Array | None:
-    """The sums of every :data:`BLOCK` numbers of an output that is kept in part, so that no number is left unseen:
-    float64, each number with a sign that the case's seed decides. None where the output is kept whole."""
-    if places(array.size, case) is None:
+    """The sums of every :data:`BLOCK` elements of an output that is stored in part, so that every element is checked:
+    float64, each element with a sign determined by the case's seed. None if the output is stored whole."""
+    if stored_indices(array.size, case) is None:
         return None
     rng, sums = np.random.Generator(np.random.PCG64([case.seed, array.size, BLOCK])), []
     for (numbers,) in pieces(array):
         signed = numbers.astype(np.float64) * (rng.integers(0, 2, numbers.size) * 2 - 1)
-        with np.errstate(invalid="ignore"):  # where infinities of both signs are added
+        with np.errstate(invalid="ignore"):  # infinities of both signs may be added
             sums.append(np.add.reduceat(signed, np.arange(0, numbers.size, BLOCK)))
     return np.concatenate(sums)
 
 
 def key(case: Case, output: str, which: str) -> str:
-    """The name under which an output of a case stands in the reference file; the sums of an output that is kept in part
-    have `/blocks` behind it.
+    """The name of an output of a case in the reference file; the sums of an output that is stored in part have
+    `/blocks` appended.
 
     Args:
         case: the case.
-        output: the output's name.
-        which: `eager`, `float64`, or the name of a precision that a backend computes attention alone in, for the whole
+        output: name of the output.
+        which: `eager`, `float64`, or the name of a precision at which a backend computes attention alone, for the whole
             module in eager at that precision.
     """
     return f"{case.name}/{output}/{which}"
 
 
 def scale_key(cache: str) -> str:
-    """The name under which the scales of a cache in int8 stand in the reference file, `(key heads, 1, size)`."""
+    """The name of the scales of an int8 cache in the reference file, `(key heads, 1, size)`."""
     return f"{cache}/scale"

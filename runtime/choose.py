@@ -1,5 +1,5 @@
 """The choices that are measured on the machine that deploys a bundle: which backend is fastest within the parity
-budget, and which settings of ONNX Runtime's CPU session are."""
+budget, and which settings of ONNX Runtime's CPU session are fastest."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ from attnforge.runtime.race import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_
 from attnforge.runtime.session import Session, load
 
 ROUNDS = 16
-"""How often every backend, and every setting, is timed."""
+"""Number of times that every backend, and every setting, is timed."""
 
 FEWEST_CALLS = 4 * FEWEST_ROUNDS
-"""About how many calls a race of two takes at least."""
+"""Approximate minimum number of calls in a race of two."""
 
 
 def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | None = None) -> Choice | None:
-    """Hold every backend that can run here to the budget, and time those that meet it, in shuffled turns.
+    """Check every backend that can run here against the budget, and time those that meet it, in shuffled turns.
 
-    Every backend is held to the budget once, alone in memory. Those that meet it are opened together and timed, and
-    where there is time once more in the reverse order, because the one that is opened first may stay slower for that.
+    Every backend is checked once, alone in memory. Those that meet the budget are opened together and timed, and again
+    in reverse order if there is time, because the one that is opened first may stay slower because of that.
 
     Args:
-        bundle: the bundle; backends are held to its reference cases, and timed on its example.
-        seconds: for opening and timing; the backends are opened once, and timed in a few rounds, whatever it takes.
-            Holding them to the budget is no measurement, and does not count.
-        progress: hears of every backend as it is opened.
+        bundle: the bundle; backends are checked on its reference cases, and timed on its example.
+        seconds: time for opening and timing; the backends are opened once, and timed in a few rounds, however long that
+            takes. Checking the budget is not a measurement, and does not count.
+        progress: receives each backend as it is opened.
 
     Returns:
-        The choice; None where fewer than two backends can run, so that there is nothing to choose.
+        the choice; None if fewer than two backends can run, so that there is nothing to choose.
     """
     start = time.perf_counter()
     able = [name for name in BACKENDS if why_unavailable(bundle, name) is None]
     if len(able) < 2:
         return None
     dropped = why_dropped(bundle, able, progress)
-    names, openings = [name for name in able if name not in dropped], []
+    names, timings = [name for name in able if name not in dropped], []
     end = time.perf_counter() + seconds
     for order, share in ((names, 1 / 2), (names[::-1], 1)):
-        opening = time.perf_counter()
+        load_start = time.perf_counter()
         with ExitStack() as stack:
             opened = {name: _opened(stack, bundle, name, dropped) for name in order}
             runs = {name: run for name, run in opened.items() if run is not None}
-            opening = time.perf_counter() - opening
-            openings.append(medians(runs, ROUNDS // 2, share * (end - time.perf_counter())))
+            load_seconds = time.perf_counter() - load_start
+            timings.append(medians(runs, ROUNDS // 2, share * (end - time.perf_counter())))
         names = [name for name in names if name in runs]
-        if len(names) < 2 or time.perf_counter() + opening > end:
+        if len(names) < 2 or time.perf_counter() + load_seconds > end:
             break
-    milliseconds = {name: round(mean(times[name] for times in openings), 4) for name in able if name not in dropped}
+    milliseconds = {name: round(mean(times[name] for times in timings), 4) for name in able if name not in dropped}
     return Choice(
         machine=this_machine(),
         versions=versions(libraries_of(able)),
@@ -82,22 +82,22 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
 def why_dropped(
     bundle: Bundle, names: Sequence[str], progress: Progress | None = None, cases: Sequence[Case] | None = None
 ) -> dict[str, str]:
-    """Why backends fail, or miss the budget, by name, of those that do. Each is alone in memory, where the largest case
-    takes the most of all.
+    """The reasons why backends fail or miss the budget, by backend. Each is alone in memory, because the largest
+    case takes the most.
 
     Args:
         bundle: the bundle.
-        names: of the backends.
-        progress: hears of every backend.
-        cases: to hold them to; by default the bundle's.
+        names: names of the backends.
+        progress: receives each backend.
+        cases: the cases to check; by default the bundle's.
     """
     steps, dropped = Steps(progress, len(names)), dict[str, str]()
     for name in names:
         steps.begin(name)
         try:
-            with load(bundle, name, cache=False) as session:  # the bundle has yet to be moved
+            with load(bundle, name, cache=False) as session:  # the bundle is not yet in its final folder
                 missed = hold(bundle, name, session.run, cases, schedules=session.schedules).missed
-        except Exception as error:  # of any library: a backend that fails is not chosen
+        except Exception as error:  # from any library: a backend that fails is not chosen
             dropped[name] = first_line(error)
         else:
             dropped |= {} if missed is None else {name: f"it missed the parity budget: {missed}"}
@@ -105,13 +105,13 @@ def why_dropped(
 
 
 def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]) -> Callable[[], Any] | None:
-    """What is timed of a backend, on the example.
+    """The work of a backend that is timed, on the example.
 
     Args:
         stack: closes the backend.
         bundle: the bundle.
-        name: of the backend.
-        dropped: gets why the backend failed; there is no run then.
+        name: name of the backend.
+        dropped: receives the reason if the backend fails; then there is no run.
     """
     try:
         session = stack.enter_context(load(bundle, name, cache=False))
@@ -123,8 +123,8 @@ def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]
 
 
 def _work(session: Session, feeds: Mapping[str, Array]) -> Callable[[], Any]:
-    """What is timed of a session: a run of these inputs; of a decoder, a prompt of them, and as many steps as it has
-    tokens or the caches have places left."""
+    """The work of a session that is timed: a run of these inputs; for a decoder, a prompt of them and as many steps as
+    it has tokens or as the caches have free slots."""
     decoding = session.bundle.manifest.decoding
     if decoding is None:
         return partial(session.run, feeds)
@@ -135,8 +135,8 @@ def _work(session: Session, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     def run() -> None:
         decoder.reset()
         decoder.prefill(tokens)
-        for place in range(steps):
-            decoder.step(tokens[:, place])
+        for position in range(steps):
+            decoder.step(tokens[:, position])
 
     return run
 
@@ -146,20 +146,20 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
     whether they spin, and whether it keeps memory between runs.
 
     Settings matter to runs that are shorter than :data:`~attnforge.runtime.race.LONG`; longer ones keep the defaults.
-    A setting that is not ONNX Runtime's default has to win twice, the second time by
+    A setting other than ONNX Runtime's default has to win twice, the second time by
     :data:`~attnforge.runtime.race.ALIKE`, and must not lose by as much at the largest sizes, for which there has to be
     time.
 
     A small model is also written as ONNX Runtime's optimizer leaves it, so that no load has to optimise it again.
     Large models keep the defaults: loading one is nearly all reading of weights, its runs are long, and every setting
-    that is tried would hold the weights once more.
+    that is tried would load another copy of the weights.
 
     Args:
         bundle: the bundle; its example is timed, and the optimized model is written to its folder.
-        seconds: for timing, in all.
+        seconds: total time for timing.
 
     Raises:
-        Exception: of ONNX Runtime, where it does not run the model; then no optimized model is left behind.
+        Exception: from ONNX Runtime, if it cannot run the model; then no optimized model is left.
     """
     model = bundle.file(bundle.manifest.targets["onnxruntime"].model)
     settings = SessionSettings(machine=this_machine(gpus=False), version=ort.__version__)
@@ -176,7 +176,7 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
 
 
 def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, seconds: float) -> SessionSettings:
-    """`settings`, which are ONNX Runtime's own, or those that twice ran the model faster."""
+    """`settings`, which are ONNX Runtime's defaults, or those that ran the model faster twice."""
     start, example = time.perf_counter(), _example(bundle)
     default = _work(_session_with(bundle, model, settings), example)
     default()
@@ -195,7 +195,7 @@ def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, se
     for feeds, factor in ((example, ALIKE), (_largest(bundle), 1 / ALIKE)):
         left = start + seconds - time.perf_counter()
         pair = {name: _work(sessions[name], feeds) for name in ("default", best)}
-        if FEWEST_CALLS * seconds_of(pair["default"]) > left:  # nobody knows whether it wins
+        if FEWEST_CALLS * seconds_of(pair["default"]) > left:  # too little time to know whether it wins
             return settings
         again = medians(pair, ROUNDS, left / 2)
         if again[best] * factor >= again["default"]:
@@ -220,13 +220,13 @@ def _session_with(bundle: Bundle, model: Path, settings: SessionSettings) -> Ses
 
 
 def _example(bundle: Bundle) -> dict[str, Array]:
-    """The example's inputs, by name."""
+    """The example's inputs by name."""
     case = next(case for case in bundle.manifest.cases if case.kind == "example")
     return reference.make_inputs(case, bundle.manifest.inputs, stored_inputs(bundle))
 
 
 def _largest(bundle: Bundle) -> dict[str, Array]:
-    """Normal inputs of the largest sizes, by name."""
+    """Normal inputs of the largest sizes by name."""
     case = max(
         (case for case in bundle.manifest.cases if case.kind == "normal"), key=lambda case: prod(case.sizes.values())
     )

@@ -1,6 +1,6 @@
-"""A CUDA device through cuda-python: its context, its memory and its streams, and a call on arrays that lie on it.
+"""A CUDA device through cuda-python: its context, its memory and its streams, and a call on arrays in its memory.
 
-Imported only where a backend runs on a GPU.
+Imported only if a backend runs on a GPU.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from attnforge.runtime.inputs import Form, Shapes, check_out, on_host, target_te
 from attnforge.runtime.pool import Recent
 
 SIZES_KEPT, IDLE_OUTPUTS = 32, 4
-"""How many sizes of output memory are kept for later calls, and how many blocks of each size."""
+"""Number of sizes of output memory kept for later calls, and of idle blocks of each size."""
 
 ALIGNMENT = 256
-"""Bytes; TensorRT takes addresses that are multiples of it."""
+"""Bytes; TensorRT requires addresses that are multiples of it."""
 
 LEGACY_STREAMS, PER_THREAD_STREAM = (0, 1), 2
 """Addresses of the legacy default stream, on which no graph can be captured and TensorRT halts the device, and of the
-default stream that every thread has for itself."""
+per-thread default stream."""
 
 Feed: TypeAlias = StridedMemoryView | Array
-"""An input: a view of where it lies on the device, or an array on the host."""
+"""An input: a view of its memory on the device, or an array on the host."""
 
 STICKY = {
     f"CUDA_ERROR_{name}"
@@ -47,19 +47,19 @@ STICKY = {
         "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE",
     )
 }  # fmt: skip
-"""Errors after which this process can do nothing more with the device."""
+"""Errors after which this process can no longer use the device."""
 
 
 class Gpu:
-    """A CUDA device; the one place where CUDA's errors become attnforge's.
+    """A CUDA device; the only class that turns CUDA's errors into attnforge's.
 
     Attributes:
-        ordinal: its number.
-        device: as cuda.core has it.
+        ordinal: number of the device.
+        device: cuda.core's device.
         stream: the session's own stream, for callers without one.
-        lost: why no call can succeed any more; None as long as calls can.
-        allocated: bytes of device memory that the session holds.
-        pinned: bytes of pinned host memory that the session holds.
+        lost: why every further call fails; None as long as calls can succeed.
+        allocated: bytes of device memory allocated by the session.
+        pinned: bytes of pinned host memory allocated by the session.
 
     Raises:
         UsageError: there is no such device.
@@ -82,26 +82,26 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's context current on this thread for a block, and the thread's own again behind it.
+        """Make the device's context current on this thread for a block, and restore the thread's own afterwards.
 
         Raises:
             DeviceError: a CUDA call in the block failed, or an earlier failure lost the device.
         """
         if self.lost is not None:
             raise DeviceError(self.lost)
-        other = int(_value(driver.cuCtxGetCurrent())) != int(self._context)
-        if other:
+        switch = int(_value(driver.cuCtxGetCurrent())) != int(self._context)
+        if switch:
             _value(driver.cuCtxPushCurrent(self._context))
         try:
             yield
         except CUDAError as error:
             raise self.failure(str(error)) from error
         finally:
-            if other:
+            if switch:
                 driver.cuCtxPopCurrent()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """The value that a call of the driver returned beside its status; None where it returns a status alone.
+        """The value that a driver call returned along with its status; None if it returns only a status.
 
         Raises:
             DeviceError: the call failed.
@@ -110,44 +110,45 @@ class Gpu:
             raise self.failure(_described(result[0]))
         return result[1] if len(result) > 1 else None
 
-    def failure(self, what: str) -> DeviceError:
-        """The error to raise for a failure described as `what`. Where a kernel's error makes every later call fail, the
+    def failure(self, text: str) -> DeviceError:
+        """The error to raise for a failure described by `text`. If a kernel's error makes every later call fail, the
         device is marked as lost, and the message says so."""
-        # the stream is queried and not the context, which must not be while a graph is captured in it
+        # the stream is queried instead of the context, which must not be queried while a graph is captured in it
         status = _name(driver.cuStreamQuery(int(self.stream.handle))[0])
-        if status in STICKY or any(name in what for name in STICKY):
+        if status in STICKY or any(name in text for name in STICKY):
             self.lost = (
-                f"CUDA device {self.ordinal} is lost to this process: {what}; every later call fails too ({status}). "
-                "What was computed before is on the host or gone; start a new process"
+                f"CUDA device {self.ordinal} is lost to this process: {text}; every later call fails too ({status}). "
+                "Earlier results are on the host or lost; start a new process"
             )
             return DeviceError(self.lost)
-        if "OUT_OF_MEMORY" in what:
+        if "OUT_OF_MEMORY" in text:
             free, total = (n / 2**20 for n in driver.cuMemGetInfo()[1:])
-            what += (
-                f"; {free:,.0f} of {total:,.0f} MiB are free and this session holds {self.allocated / 2**20:,.0f}: use "
+            text += (
+                f"; {free:,.0f} of {total:,.0f} MiB are free and this session uses {self.allocated / 2**20:,.0f}: use "
                 "smaller inputs, or load with fewer contexts"
             )
-        return DeviceError(f"CUDA: {what}")
+        return DeviceError(f"CUDA: {text}")
 
     # --- memory
 
     def allocate(self, size: int) -> Block:
         """New device memory of `size` bytes. Freeing it waits for whatever still uses it."""
-        return self._held(Block(self, int(self.check(driver.cuMemAlloc(max(size, 1)))), max(size, 1), pinned=False))
+        return self._counted(Block(self, int(self.check(driver.cuMemAlloc(max(size, 1)))), max(size, 1), pinned=False))
 
     def allocate_pinned(self, size: int) -> Block:
-        """New host memory of `size` bytes, which the device copies from and to by itself."""
-        return self._held(Block(self, int(self.check(driver.cuMemAllocHost(max(size, 1)))), max(size, 1), pinned=True))
+        """New host memory of `size` bytes, which the device copies from and to directly."""
+        address = int(self.check(driver.cuMemAllocHost(max(size, 1))))
+        return self._counted(Block(self, address, max(size, 1), pinned=True))
 
     def free(self, block: Block) -> None:
-        """Free a block's memory; of a device that is lost, nothing is left to free."""
-        self._held(block, -1)
+        """Free a block's memory; if the device is lost, there is nothing left to free."""
+        self._counted(block, -1)
         if self.lost is None:
             with self.current():
                 self.check((driver.cuMemFreeHost if block.pinned else driver.cuMemFree)(block.address))
 
-    def _held(self, block: Block, sign: int = 1) -> Block:
-        """Count a block among the bytes that are held, or no longer (`sign` -1)."""
+    def _counted(self, block: Block, sign: int = 1) -> Block:
+        """Add a block to the allocated bytes, or subtract it (`sign` -1)."""
         with self._lock:
             self.pinned += sign * block.size if block.pinned else 0
             self.allocated += 0 if block.pinned else sign * block.size
@@ -156,7 +157,7 @@ class Gpu:
     # --- streams
 
     def stream_of(self, stream: Any) -> Stream:
-        """A stream as cuda.core has it.
+        """Convert a stream to cuda.core's.
 
         Args:
             stream: cuda.core's, torch's, CuPy's, another library's that offers `__cuda_stream__`, or an address.
@@ -179,7 +180,7 @@ class Gpu:
                 f"the stream is {type(stream).__name__}; give one that offers __cuda_stream__, as torch's and CuPy's do"
             )
         if handle == PER_THREAD_STREAM:
-            raise UsageError("the per-thread default stream is another one on every thread; give a stream of your own")
+            raise UsageError("the per-thread default stream differs from thread to thread; give a stream of your own")
         return LEGACY_DEFAULT_STREAM if handle in LEGACY_STREAMS else Stream.from_handle(handle)
 
     def is_legacy(self, stream: Stream) -> bool:
@@ -187,7 +188,8 @@ class Gpu:
         return int(stream.handle) in LEGACY_STREAMS
 
     def current_stream(self, library: str) -> Stream | None:
-        """The stream on which a library, by its name, enqueues its work; None for libraries that do not tell."""
+        """The stream on which a library enqueues its work, by the library's name; None for libraries that expose
+        none."""
         if library == "torch":
             return self.stream_of(int(sys.modules["torch"].cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy":
@@ -196,13 +198,13 @@ class Gpu:
 
     # --- arrays
 
-    def view(self, what: str, value: Any, stream: Stream | None) -> StridedMemoryView:
-        """A view of where an array of any library lies on this device.
+    def view(self, label: str, value: Any, stream: Stream | None) -> StridedMemoryView:
+        """A view of the memory of an array of any library on this device.
 
         Args:
-            what: the array, as messages call it.
+            label: name of the array in messages.
             value: the array.
-            stream: made to wait for what the array's producer enqueued; None where that is waited for otherwise.
+            stream: made to wait for what the array's producer enqueued; None if that is waited for otherwise.
 
         Raises:
             InputError: the array is strided, on another device, or offers neither DLPack nor version 3 of
@@ -214,25 +216,25 @@ class Gpu:
             view = StridedMemoryView.from_any_interface(value, stream_ptr=-1 if stream is None else int(stream.handle))
             form_of(view)
         except (BufferError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-            raise InputError(f"{what} cannot be read on the GPU: {error}") from error
+            raise InputError(f"{label} cannot be read on the GPU: {error}") from error
         if view.device_id != self.ordinal:
             raise InputError(
-                f"{what} is on CUDA device {view.device_id} and this session on {self.ordinal}; copy it there, or load "
-                f"with device={view.device_id}"
+                f"{label} is on CUDA device {view.device_id} and this session on {self.ordinal}; copy it there, or "
+                f"load with device={view.device_id}"
             )
         if not is_contiguous(view.shape, view.strides):
-            raise InputError(f"{what} is strided; make it contiguous first")
+            raise InputError(f"{label} is strided; make it contiguous first")
         return view
 
 
 class Block:
-    """Memory on the device, or pinned memory on the host, which is freed when nothing refers to the block.
+    """Memory on the device, or pinned memory on the host, which is freed once nothing refers to the block.
 
     Attributes:
-        address: where it begins.
-        size: in bytes.
+        address: address of its first byte.
+        size: size in bytes.
         pinned: whether it is on the host.
-        bytes: pinned memory as an array (size,) uint8; None on the device.
+        bytes: pinned memory as an array `(size,)`, uint8; None on the device.
     """
 
     def __init__(self, gpu: Gpu, address: int, size: int, pinned: bool) -> None:
@@ -242,20 +244,20 @@ class Block:
         )
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The beginning of pinned memory as an array of a shape and dtype."""
+        """The beginning of pinned memory as an array of the given shape and dtype."""
         assert self.bytes is not None
         return self.bytes[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at the interpreter's end the driver may be gone, and with it the memory
+        with suppress(Exception):  # at interpreter exit the driver may be gone, and the memory with it
             self._gpu.free(self)
 
 
 class DeviceOutputs:
     """Output memory on the device, reused between calls.
 
-    A block comes back when the caller lets go of its array, and serves the next output of that size on that stream. So
-    calls allocate nothing once blocks are there, and no output is overwritten while a caller holds it.
+    A block is returned when the caller releases its array, and serves the next output of that size on that stream. So
+    calls allocate nothing once blocks exist, and no output is overwritten while a caller refers to it.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -267,9 +269,9 @@ class DeviceOutputs:
         """Memory for an output.
 
         Args:
-            shape: of the output.
-            dtype: of the output.
-            stream: on which the caller reads it; where that is None, the memory is not reused.
+            shape: shape of the output.
+            dtype: dtype of the output.
+            stream: stream on which the caller reads it; if it is None, the memory is not reused.
         """
         size = max(math.prod(shape) * dtype.itemsize, 1)
         if stream is None:
@@ -299,14 +301,14 @@ class DeviceOutputs:
             return self._gpu.allocate(size)
 
     def clear(self) -> None:
-        """Free idle blocks. Blocks that are lent out are freed when they come back."""
+        """Free idle blocks. Blocks that are lent out are freed when they are returned."""
         with self._lock:
             self._idle.clear()
 
 
 class _Lease:
-    """Output memory that a caller holds. Coming back only appends to a list, because the caller may let go of the array
-    on any thread, at any time."""
+    """Output memory that a caller refers to. Returning it only appends to a list, because the caller may release the
+    array on any thread, at any time."""
 
     def __init__(self, block: Block, idle: list[Block]) -> None:
         self._block, self._idle = block, idle
@@ -321,7 +323,7 @@ class GpuBackend(Protocol):
 
     @property
     def gpu(self) -> Gpu:
-        """The device that it runs on."""
+        """The device that the backend runs on."""
 
     @property
     def outputs(self) -> DeviceOutputs:
@@ -330,17 +332,17 @@ class GpuBackend(Protocol):
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
-        """Enqueue a run, and return an event that is done when the run is.
+        """Enqueue a run, and return an event that completes with the run.
 
         Args:
             feeds: the inputs, in the manifest's order.
-            shapes: of inputs and outputs.
+            shapes: shapes of inputs and outputs.
             results: memory for the outputs, in the manifest's order.
-            stream: on which to enqueue.
+            stream: stream on which to enqueue.
         """
 
     def output_shapes(self, shapes: Shapes) -> Sequence[tuple[int, ...]]:
-        """The outputs' shapes, also those that the inputs' sizes alone do not decide."""
+        """The outputs' shapes, including those that the inputs' sizes alone do not determine."""
 
 
 def call(
@@ -351,27 +353,27 @@ def call(
     stream: Any,
     shapes_of: Callable[..., Shapes],
 ) -> tuple[list[Any], Event]:
-    """Enqueue a run on inputs at least one of which lies on the GPU; the outputs stay there.
+    """Enqueue a run on inputs at least one of which is on the GPU; the outputs stay there.
 
     Args:
         backend: the backend.
         specs: inputs and outputs of the model.
         values: the inputs, in order.
         out: arrays to write outputs to, by name.
-        stream: the caller's stream, or None for the one that is current in the first GPU input's library.
-        shapes_of: checks the inputs' shapes and dtypes, and gives the outputs' shapes.
+        stream: the caller's stream, or None for the current stream of the first GPU input's library.
+        shapes_of: checks the inputs' shapes and dtypes, and returns the outputs' shapes.
 
     Returns:
-        The outputs, of the first GPU input's library, and an event that is done when they are there. Where that library
-        has no current stream, they are there already.
+        the outputs, of the first GPU input's library, and an event that completes when they are ready. If that library
+        has no current stream, they are ready already.
     """
     inputs, outputs = specs
     gpu = backend.gpu
     library = library_of(next(value for value in values if on_gpu(value)))
     with gpu.current():
-        own = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
-        run_on = gpu.stream if own is None or gpu.is_legacy(own) else own
-        order = _Order(gpu, run_on, None if stream is None else own)
+        callers = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
+        run_on = gpu.stream if callers is None or gpu.is_legacy(callers) else callers
+        order = _Order(gpu, run_on, None if stream is None else callers)
         feeds: list[Feed] = [
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)
             for spec, value in zip(inputs, values, strict=True)
@@ -382,12 +384,12 @@ def call(
             results.append(
                 _target(order, spec, out[spec.name], shape, [*feeds, *results])
                 if spec.name in out
-                else backend.outputs.lend(shape, np.dtype(spec.dtype), own)
+                else backend.outputs.lend(shape, np.dtype(spec.dtype), callers)
             )
         order.before()
         event = backend.submit(feeds, shapes, results, run_on)
-        order.behind(event)
-        if own is None:
+        order.after(event)
+        if callers is None:
             event.sync()
         arrays = [
             out[spec.name] if spec.name in out else from_gpu(view, library)
@@ -397,7 +399,7 @@ def call(
 
 
 class _Order:
-    """The order of a call on the device: behind the work that the libraries of its arrays have enqueued, and before the
+    """The order of a call on the device: after the work that the libraries of its arrays have enqueued, and before the
     work that they enqueue next.
 
     Args:
@@ -412,25 +414,25 @@ class _Order:
         if callers is not None:
             self._add(callers)
 
-    def view(self, what: str, value: Any) -> StridedMemoryView:
-        """A view of where an array lies. Where the caller named no stream, an array of a library with streams is made
-        contiguous on that library's current one."""
+    def view(self, label: str, value: Any) -> StridedMemoryView:
+        """A view of an array's memory. If the caller named no stream, an array of a library with streams is made
+        contiguous on that library's current stream."""
         library = library_of(value)
         stream = self._gpu.current_stream(library)
         if stream is None:
-            return self._gpu.view(what, value, self._run_on)
+            return self._gpu.view(label, value, self._run_on)
         if self._callers is None:
             self._add(stream)
             value = _contiguous(library, value)
-        return self._gpu.view(what, value, None)
+        return self._gpu.view(label, value, None)
 
     def before(self) -> None:
-        """Let the call wait for the other streams; to be called once all copies to contiguous arrays are enqueued."""
+        """Make the call wait for the other streams; call this once all copies to contiguous arrays are enqueued."""
         for stream in self._others.values():
             self._run_on.wait(stream)
 
-    def behind(self, event: Event) -> None:
-        """Let the other streams wait for the call's event."""
+    def after(self, event: Event) -> None:
+        """Make the other streams wait for the call's event."""
         for stream in self._others.values():
             stream.wait(event)
 
@@ -453,16 +455,16 @@ def _target(
     Raises:
         InputError: the output cannot be written there.
     """
-    what = target_text(spec)
+    label = target_text(spec)
     if not on_gpu(value):
-        raise InputError(f"{what} is on the host, and the inputs are on the GPU; give one on the GPU")
+        raise InputError(f"{label} is on the host, and the inputs are on the GPU; give one on the GPU")
     if is_torch(value) and (value.requires_grad or not value.is_contiguous()):
-        raise InputError(f"{what} is strided or requires a gradient; give a contiguous one that does not")
-    view = order.view(what, value)
+        raise InputError(f"{label} is strided or requires a gradient; give a contiguous one that does not")
+    view = order.view(label, value)
     check_out(spec, *form_of(view), shape)
     if view.readonly or view.ptr % ALIGNMENT:
         raise InputError(
-            f"{what} is read-only, or its address is no multiple of {ALIGNMENT} bytes; give one of its own"
+            f"{label} is read-only, or its address is not a multiple of {ALIGNMENT} bytes; give one of its own"
         )
     for other in others:
         if (
@@ -470,26 +472,26 @@ def _target(
             and view.ptr < other.ptr + bytes_of(other)
             and other.ptr < view.ptr + bytes_of(view)
         ):
-            raise InputError(f"{what} shares memory with an input or another output; give one of its own")
+            raise InputError(f"{label} shares memory with an input or another output; give one of its own")
     return view
 
 
 def bytes_of(view: StridedMemoryView) -> int:
-    """The bytes of an array on the device."""
+    """Size in bytes of an array on the device."""
     return int(view.size) * int(np.dtype(view.dtype).itemsize)
 
 
 def form_of(array: StridedMemoryView | Array) -> Form:
-    """Shape and dtype of an array; dtype object where neither NumPy nor ml_dtypes know it."""
+    """Shape and dtype of an array; dtype object if neither NumPy nor ml_dtypes has it."""
     return tuple(array.shape), array.dtype or np.dtype(object)
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None) -> bool:
-    """Whether elements lie in C order without gaps.
+    """Whether elements are in C order without gaps.
 
     Args:
-        shape: of the array.
-        strides: in elements; None for an array in C order without gaps.
+        shape: shape of the array.
+        strides: strides in elements; None for an array in C order without gaps.
     """
     if strides is None or 0 in shape:
         return True
@@ -502,7 +504,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None) -> bool:
 
 
 def _value(result: tuple[Any, ...]) -> Any:
-    """The value that a call of the driver returned beside its status; of calls that lose no device when they fail."""
+    """The value that a driver call returned along with its status; for calls whose failure does not lose the device."""
     if int(result[0]) != 0:
         raise DeviceError(f"CUDA: {_described(result[0])}")
     return result[1] if len(result) > 1 else None

@@ -28,12 +28,12 @@ Form = tuple[tuple[int, ...], "np.dtype[Any]"]
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """One combination of input shapes that a model takes.
+    """One combination of input shapes that a model accepts.
 
     Attributes:
         inputs: the inputs' shapes, in the manifest's order.
-        sizes: the size that every symbol stands for.
-        outputs: the outputs' shapes; None for an output whose shape the inputs' sizes do not decide.
+        sizes: the size of every symbol.
+        outputs: the outputs' shapes; None for an output whose shape the inputs' sizes do not determine.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -42,10 +42,10 @@ class Shapes:
 
 
 def by_name(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any]:
-    """Inputs that were given by position, by name.
+    """Map inputs given by position to their names.
 
     Raises:
-        InputError: there are more or fewer than the model takes.
+        InputError: there are more or fewer inputs than the model takes.
     """
     names = [spec.name for spec in specs]
     if len(values) != len(names):
@@ -54,16 +54,16 @@ def by_name(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any
 
 
 def in_order(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any]:
-    """Inputs that were given by name, in the order of `specs`.
+    """Put inputs given by name into the order of `specs`.
 
     Raises:
-        InputError: an input is missing, or the model has none of that name.
+        InputError: an input is missing, or the model has none with that name.
     """
     try:
         ordered = [values[spec.name] for spec in specs]
     except TypeError as error:
         given = type(values).__name__
-        raise InputError(f"inputs by name are a mapping, and {given} was given; call the session for a list") from error
+        raise InputError(f"inputs by name must be a mapping, not {given}; call the session to give a list") from error
     except KeyError as error:
         known = ", ".join(spec.name for spec in specs)
         raise InputError(f"input {error.args[0]!r} is missing; the model takes {known}") from None
@@ -83,7 +83,7 @@ def on_host(spec: TensorSpec, value: Any) -> Array:
 
 
 def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *forms: Form) -> Shapes:
-    """The sizes and the outputs' shapes that follow from the inputs' shapes.
+    """Derive the sizes and the outputs' shapes from the inputs' shapes.
 
     Args:
         inputs: the model's inputs.
@@ -91,7 +91,7 @@ def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *form
         forms: shape and dtype of every input, in the order of `inputs`.
 
     Raises:
-        InputError: a dtype, rank or dim that the deployed model does not take; says what it takes.
+        InputError: the deployed model does not accept a dtype, rank or dim; says what it accepts.
     """
     seen: dict[str, tuple[int, str]] = {}
     for spec, (shape, dtype) in zip(inputs, forms, strict=True):
@@ -104,15 +104,15 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None
     try:
         return tuple(dim if isinstance(dim, int) else dim.factor * size_of(dim.symbol, sizes) for dim in spec.dims)
     except (KeyError, NotImplementedError, ZeroDivisionError, RecursionError, MemoryError):
-        return None  # also where an expression is nested deeper than Python goes
+        return None  # also if an expression is nested deeper than Python supports
 
 
 def size_of(symbol: str, sizes: Mapping[str, int]) -> int:
-    """The size that a symbol, or an expression of symbols such as `rows*columns`, stands for.
+    """The size of a symbol, or the value of an expression of symbols such as `rows*columns`.
 
     Raises:
-        KeyError: a symbol that no input has.
-        NotImplementedError: an expression with more than whole numbers, symbols and arithmetic.
+        KeyError: no input has the symbol.
+        NotImplementedError: an expression with more than integers, symbols and arithmetic.
     """
     if symbol in sizes:
         return sizes[symbol]
@@ -136,19 +136,19 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
 
 
 def check_index(name: str, array: Array, low: int, high: int) -> None:
-    """Check that whole numbers are indices that a table has.
+    """Check that integers are indices into a table.
 
     Args:
-        name: of the input.
-        array: on the host.
+        name: name of the input.
+        array: the integers, on the host.
         low, high: the least and the largest index.
 
     Raises:
-        InputError: one is none.
+        InputError: one is out of range.
     """
     if array.size and not (array.min() >= low and array.max() <= high):
         wrong = array[(array < low) | (array > high)].flat[0]
-        raise InputError(f"{name} has the id {wrong}; the table has {low} to {high}")
+        raise InputError(f"{name} has the id {wrong}; the table's ids are {low} to {high}")
 
 
 def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str, tuple[int, str]]) -> None:
@@ -162,10 +162,10 @@ def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str,
                 raise InputError(f"dim {i} of input {spec.name!r} is {size}; the model takes {dim}: {spec.text()}")
             continue
         _check_dim(spec, i, size, dim)
-        count, other = seen.setdefault(dim.symbol, (size // dim.factor, spec.name))
+        count, earlier = seen.setdefault(dim.symbol, (size // dim.factor, spec.name))
         if count * dim.factor != size:
             raise InputError(
-                f"{dim.symbol} is {count} in input {other!r} and {size // dim.factor} in input {spec.name!r}"
+                f"{dim.symbol} is {count} in input {earlier!r} and {size // dim.factor} in input {spec.name!r}"
             )
 
 
@@ -182,7 +182,7 @@ def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
         )
 
 
-# --- outputs that the caller brings -----------------------------------------------------------------------------------
+# --- outputs in the caller's arrays -----------------------------------------------------------------------------------
 
 
 def outs_by_name(specs: Sequence[TensorSpec], out: Any) -> dict[str, Any]:
@@ -212,13 +212,12 @@ def writable(
     Args:
         spec: the output.
         value: the caller's array.
-        shape: that the output will have; None where it is not known before the run.
+        shape: shape that the output will have; None if it is not known before the run.
         others: inputs and other outputs, whose memory it may not share.
-        strided: whether it may have gaps.
+        strided: whether it may be strided.
 
     Raises:
-        InputError: the array has another shape or dtype than the output, or memory that the output cannot be written
-            to.
+        InputError: the array's shape or dtype differs from the output's, or the output cannot be written to its memory.
     """
     array = value if type(value) is np.ndarray else _same_memory(spec, value)
     check_out(spec, array.shape, array.dtype, shape)
@@ -239,21 +238,21 @@ def _same_memory(spec: TensorSpec, value: Any) -> Array:
 
 
 def target_text(spec: TensorSpec) -> str:
-    """The array that an output is to be written to, as messages call it."""
+    """The name, in messages, of the array that an output is to be written to."""
     return f"the array to write output {spec.name!r} to"
 
 
 def check_out(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, expected: tuple[int, ...] | None) -> None:
-    """Check that an array of this shape and dtype can hold output `spec`.
+    """Check that an array of this shape and dtype can store output `spec`.
 
     Args:
         spec: the output.
-        shape: of the array.
-        dtype: of the array.
-        expected: the output's shape; None where it is not known yet.
+        shape: shape of the array.
+        dtype: dtype of the array.
+        expected: the output's shape; None if it is not known yet.
 
     Raises:
-        InputError: it cannot; says which shape and dtype it must have.
+        InputError: it cannot; says which shape and dtype are required.
     """
     if dtype != np.dtype(spec.dtype) or (expected is not None and shape != expected):
         needed = f"{spec.dtype}{list(expected)}" if expected is not None else spec.text()

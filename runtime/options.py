@@ -1,4 +1,4 @@
-"""The options that a session is loaded with, and the memory that it holds."""
+"""The options that a session is loaded with, and the memory that it uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnforge.numbers import whole
 
 @dataclass(frozen=True)
 class Options:
-    """How a bundle is loaded; :func:`attnforge.load` says what each means."""
+    """The options of a session; :func:`attnforge.load` describes each option."""
 
     threads: int | None = None
     device: int = 0
@@ -26,7 +26,7 @@ class Options:
 
 
 def check_threads(threads: int | None) -> None:
-    """Check a number of threads; libraries start as many as they are told, until the machine has no more.
+    """Check a number of threads; libraries start as many as requested, until the machine has no more.
 
     Raises:
         UsageError: fewer than 1, or more than :data:`~attnforge.bundle.MOST_THREADS`.
@@ -37,15 +37,15 @@ def check_threads(threads: int | None) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a session holds: bytes, None where its backend does not say, and two counts.
+    """The memory of a session: bytes, None if its backend does not report them, and two counts.
 
     Attributes:
         weights: bytes of the model's parameters.
         activations: bytes for everything between inputs and outputs, in all execution contexts.
-        buffers: bytes of inputs and outputs on the device, with those that callers hold.
+        buffers: bytes of inputs and outputs on the device, including those that callers refer to.
         pinned: bytes of host memory through which NumPy arrays reach the device.
-        contexts: how many execution contexts there are.
-        graphs: how many CUDA graphs are captured.
+        contexts: number of execution contexts.
+        graphs: number of captured CUDA graphs.
     """
 
     weights: int | None = None

@@ -11,22 +11,22 @@ from attnforge.errors import InputError
 
 
 def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int]) -> int:
-    """The number of the optimization profile to run at `sizes`: of the profiles that hold the sizes, the one whose
-    optimum is nearest, as a factor; of equally near ones the narrowest.
+    """The number of the optimization profile to run at `sizes`: of the profiles whose ranges include the sizes, the one
+    whose optimum is nearest, as a factor; of equally near ones the narrowest.
 
     Args:
-        profiles: (min, opt, max) of every symbol; no profile where nothing is dynamic.
-        sizes: of every symbol.
+        profiles: (min, opt, max) of every symbol; empty if nothing is dynamic.
+        sizes: the size of every symbol.
 
     Raises:
-        InputError: no profile holds the sizes.
+        InputError: no profile includes the sizes.
     """
     if not profiles:
         return 0
     fit = [i for i, profile in enumerate(profiles) if all(lo <= sizes[s] <= hi for s, (lo, _, hi) in profile.items())]
     if not fit:
-        asked = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
-        raise InputError(f"no optimization profile of the plan holds {asked}; deploy again with a wider range")
+        given = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+        raise InputError(f"no optimization profile of the plan includes {given}; deploy again with a wider range")
 
     def distance(i: int) -> tuple[float, float, int]:
         ranges = [(sizes[symbol], *bounds) for symbol, bounds in profiles[i].items()]
@@ -38,12 +38,12 @@ def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int
 
 
 def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engine | str:
-    """The plan to load on a device, or the reason why none can be loaded. A plan for just this device is preferred to a
-    portable one, and a newer plan to an older one.
+    """The plan to load on a device, or the reason why none can be loaded. A plan for exactly this device is preferred
+    to a portable one, and a newer plan to an older one.
 
     Args:
         engines: a bundle's plans for one flavour of TensorRT, the oldest first.
-        version: of that TensorRT on this machine.
+        version: version of that TensorRT on this machine.
         capability: the device's compute capability, such as `SM90`.
     """
     built_here = [engine for engine in reversed(engines) if engine.version == version]
@@ -60,10 +60,10 @@ def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engi
 
 
 def own_code(sha256: str) -> str | None:
-    """The user's code of a plan that this user built, in hexadecimal; None where the user can keep no key.
+    """The user's authentication code for a plan that this user built, in hexadecimal; None if no key can be stored.
 
     Args:
-        sha256: of the plan's file, in hexadecimal.
+        sha256: sha256 of the plan's file, in hexadecimal.
     """
     try:
         return code_of(_PLAN, sha256.encode()).hex()
@@ -71,9 +71,9 @@ def own_code(sha256: str) -> str | None:
         return None
 
 
-def is_vouched_for(bundle: Bundle, engine: Engine) -> bool:
-    """Whether somebody vouches for a plan, which may run code: this user built it, or the bundle's signature was
-    checked when it was opened."""
+def is_trusted_plan(bundle: Bundle, engine: Engine) -> bool:
+    """Whether a plan, which may run code, is trusted: this user built it, or the bundle's signature was checked when it
+    was opened."""
     code = bytes.fromhex(engine.code or "")
     return bool(bundle.trusted) or is_made_by_user(_PLAN, bundle.manifest.files[engine.file].encode(), code)
 

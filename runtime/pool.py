@@ -1,4 +1,4 @@
-"""Things that threads share: a pool, the most recently used values, and memory for outputs."""
+"""Objects that threads share: a pool, the most recently used values, and memory for outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Pool(Generic[T]):
-    """At most `limit` costly items, each made when it is first needed and lent to one thread at a time.
+    """At most `limit` expensive items, each made when it is first needed and lent to one thread at a time.
 
     Args:
         make: makes an item.
-        limit: how many items there may be, at least 1; a thread that comes when all are lent waits.
+        limit: maximum number of items, at least 1; a thread waits while all are lent.
     """
 
     def __init__(self, make: Callable[[], T], limit: int) -> None:
@@ -36,7 +36,7 @@ class Pool(Generic[T]):
 
     @contextmanager
     def borrow(self, prefer: Callable[[T], bool] = lambda item: True) -> Iterator[T]:
-        """Lend an item for a block: of the idle items that are preferred the one used last, else a new item, else any.
+        """Lend an item for a block: the preferred idle item used last, else a new item, else any idle item.
 
         Args:
             prefer: whether an idle item suits this call.
@@ -53,17 +53,17 @@ class Pool(Generic[T]):
                 self._changed.notify()
 
     def items(self) -> list[T]:
-        """All items, with those that are lent."""
+        """All items, including those that are lent."""
         with self._changed:
             return list(self._all)
 
     @property
     def made(self) -> int:
-        """How many items there are."""
+        """The number of items."""
         return self._made
 
     def close(self, free: Callable[[T], None]) -> None:
-        """Free every item, once those that are lent are back. Threads that wait for an item are refused.
+        """Free every item, once those that are lent are returned. Threads that wait for an item are refused.
 
         Args:
             free: frees an item.
@@ -101,48 +101,48 @@ class Pool(Generic[T]):
 
 
 class Recent(Generic[K, T]):
-    """A mapping of at most `limit` values, in which the value used longest ago gives way. For one thread at a time.
+    """A mapping of at most `limit` values that evicts the least recently used one. For one thread at a time.
 
     Args:
-        limit: how many values it holds.
-        drop: called with every value that gives way or is replaced.
+        limit: maximum number of values.
+        drop: called with every value that is evicted or replaced.
     """
 
     def __init__(self, limit: int, drop: Callable[[T], None] = lambda value: None) -> None:
         self._limit, self._drop = limit, drop
-        self._held: OrderedDict[K, T] = OrderedDict()
+        self._values: OrderedDict[K, T] = OrderedDict()
 
     def get(self, key: K) -> T | None:
-        value = self._held.get(key)
+        value = self._values.get(key)
         if value is not None:
-            self._held.move_to_end(key)
+            self._values.move_to_end(key)
         return value
 
     def put(self, key: K, value: T) -> None:
-        old = self._held.pop(key, None)
-        self._held[key] = value
+        old = self._values.pop(key, None)
+        self._values[key] = value
         if old is not None and old is not value:
             self._drop(old)
-        while len(self._held) > self._limit:
-            self._drop(self._held.popitem(last=False)[1])
+        while len(self._values) > self._limit:
+            self._drop(self._values.popitem(last=False)[1])
 
     def clear(self) -> None:
-        while self._held:
-            self._drop(self._held.popitem(last=False)[1])
+        while self._values:
+            self._drop(self._values.popitem(last=False)[1])
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._values)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._held
+        return key in self._values
 
 
 class HostOutputs:
-    """Arrays on the host for outputs, in memory that earlier outputs had and callers let go of. For any number of
+    """Arrays on the host for outputs, in memory of earlier outputs that callers have released. For any number of
     threads.
 
-    A large array that is allocated at every call costs time at every call: the operating system gives its memory page
-    by page, on first touch, and takes it back when the array is freed.
+    A large array that is allocated at every call costs time at every call: the operating system provides its memory
+    page by page, on first touch, and takes it back when the array is freed.
 
     Attributes:
         LARGE: bytes from which memory is reused.
@@ -155,7 +155,7 @@ class HostOutputs:
         self._idle: deque[Array] = deque(maxlen=self.KEPT)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An array of a shape and dtype whose numbers are arbitrary, as `numpy.empty` gives."""
+        """An uninitialised array of the given shape and dtype, like `numpy.empty`."""
         size = prod(shape) * np.dtype(dtype).itemsize
         if size < self.LARGE:
             return np.empty(shape, dtype)
@@ -175,7 +175,7 @@ class HostOutputs:
 
 
 class _Lent:
-    """Memory that goes back to its home once no array refers to it."""
+    """Memory that returns to `home` once no array refers to it."""
 
     def __init__(self, memory: Array, home: deque[Array]) -> None:
         self._memory, self._home = memory, home

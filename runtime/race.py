@@ -1,8 +1,8 @@
-"""Timing in shuffled turns: contenders run round by round, in an order shuffled anew each round, so that what drifts
-on a machine (clocks, temperature, other processes) hits all of them alike.
+"""Timing in shuffled turns: contenders run round by round, in an order shuffled again for each round, so that drift of
+a machine (clocks, temperature, other processes) affects all of them alike.
 
-- :func:`medians` gives one number a contender: for choosing the fastest of some ways to do the same.
-- :func:`race` gives every call's time, by contender and round: for statistics over rounds that pair.
+- :func:`medians` gives one number per contender: for choosing the fastest of several ways to do the same.
+- :func:`race` gives the time of every call, by contender and round: for statistics over paired rounds.
 - :func:`in_turns` keeps whatever a turn returns: for turns that are measured in another way, such as calls on a GPU
   (device and wall time), loops of many calls, or calls from several threads at once.
 """
@@ -19,28 +19,28 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SETTLE = 0.02
-"""Seconds of pause before each turn: threads of the contender before go on spinning for a while, and would take
+"""Seconds of pause before each turn: threads of the previous contender go on spinning for a while, and would take
 processors from the next one."""
 
 TURN = 0.01
-"""Seconds that a turn of :func:`race` takes at least: a quick contender is called several times, each call timed."""
+"""Minimum seconds of a turn of :func:`race`: a quick contender is called several times, each call timed."""
 
 MOST_CALLS = 32
-"""How many calls a turn of :func:`race` has at most."""
+"""Maximum number of calls in a turn of :func:`race`."""
 
 LONG = 0.1
-"""Seconds: calls longer than this skip the warm-up call before each turn; the caches and threads that others left cold
+"""Seconds: calls longer than this skip the warm-up call before each turn; the cold caches and threads that others left
 are a small part of such a call."""
 
 APART = 2
-"""Ratio between a call and the next quicker one from which the longer may skip the warm-up call that the quicker one
-has. Contenders that are closer are compared, so they are treated alike."""
+"""Ratio between a call and the next quicker one from which the longer may skip the warm-up call although the quicker
+one has it. Contenders that are closer are compared, so they are treated alike."""
 
 FEWEST_ROUNDS = 3
-"""Rounds that are run even where time is up before."""
+"""Rounds that are run even if time is up before."""
 
 ALIKE = 1.03
-"""Times within this ratio of the best count as equal where one contender has to be chosen."""
+"""Times within this ratio of the best count as equal when one contender has to be chosen."""
 
 
 def in_turns(
@@ -52,16 +52,17 @@ def in_turns(
     settle: float = SETTLE,
     seed: int = 0,
 ) -> dict[str, list[T]]:
-    """What every turn returned, by contender, in the order of rounds: the i-th results of all belong to one round.
+    """Run turns and return the result of every turn, by contender, in the order of rounds: the i-th results of all
+    belong to one round.
 
     Args:
-        turns: by contender, a function that runs one turn and returns its measurement. It warms up and repeats its
-            calls as it needs; an error that it raises ends the race.
-        rounds: the most rounds.
-        seconds: no further round begins after these, once `fewest` rounds are done.
+        turns: for each contender, a function that runs one turn and returns its measurement. It warms up and repeats
+            its calls as needed; an error that it raises ends the race.
+        rounds: maximum number of rounds.
+        seconds: no further round begins after this time, once `fewest` rounds are done.
         fewest: rounds that are run whatever time they take.
-        settle: seconds of pause before each turn; 0 where contenders leave no threads behind.
-        seed: of the orders.
+        settle: seconds of pause before each turn; 0 if contenders leave no threads running.
+        seed: seed of the orders.
     """
     results: dict[str, list[T]] = {name: [] for name in turns}
     shuffle, end = random.Random(seed), time.perf_counter() + seconds
@@ -82,10 +83,10 @@ def race(
     Before the first round each contender is called once or twice, to learn how long a call takes.
 
     Args:
-        runs: by contender, one call of it. Each has run before, so that nothing is left to prepare.
-        rounds: the most rounds.
-        seconds: no further round begins after these, once :data:`FEWEST_ROUNDS` are done.
-        seed: of the orders.
+        runs: for each contender, one call. Each has run before, so that nothing is left to prepare.
+        rounds: maximum number of rounds.
+        seconds: no further round begins after this time, once :data:`FEWEST_ROUNDS` are done.
+        seed: seed of the orders.
     """
     lasting = {name: _seconds_a_call(run) for name, run in runs.items()}
     longest = longest_warmed_up(lasting.values())
@@ -94,7 +95,7 @@ def race(
 
 
 def medians(runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, float]:
-    """The median milliseconds of all calls, by contender; arguments as :func:`race` takes them."""
+    """The median milliseconds of all calls, by contender; takes the arguments of :func:`race`."""
     times = race(runs, rounds, seconds)
     return {name: round(statistics.median(ms for turn in turns for ms in turn), 4) for name, turns in times.items()}
 
@@ -108,13 +109,13 @@ def seconds_of(run: Callable[[], Any], repeats: int = 1) -> float:
 
 
 def longest_warmed_up(seconds: Iterable[float]) -> float:
-    """Seconds of the longest call that gets a warm-up call before each turn; 0 where none does.
+    """Seconds of the longest call that gets a warm-up call before each turn; 0 if none does.
 
-    Calls shorter than :data:`LONG` all get one. A longer call gets one where another that does is close to it: it takes
-    less than :data:`APART` times as long.
+    Calls shorter than :data:`LONG` all get one. A longer call gets one if it takes less than :data:`APART` times as
+    long as another call that does.
 
     Args:
-        seconds: of one call, of every contender.
+        seconds: time of one call of every contender.
     """
     longest = 0.0
     for length in sorted(seconds):
@@ -125,7 +126,7 @@ def longest_warmed_up(seconds: Iterable[float]) -> float:
 
 
 def _seconds_a_call(run: Callable[[], Any]) -> float:
-    """About how many seconds a call takes: of a quick one, the better of two."""
+    """Approximate seconds of a call: for a quick one, the better of two."""
     once = seconds_of(run)
     return once if once >= LONG else min(once, seconds_of(run))
 
@@ -135,7 +136,7 @@ def _turn(run: Callable[[], Any], seconds: float, warm_up: bool) -> list[float]:
 
     Args:
         run: one call.
-        seconds: that a call takes, about.
+        seconds: approximate time of a call.
         warm_up: whether an untimed call comes first.
     """
     if warm_up:

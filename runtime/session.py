@@ -1,4 +1,4 @@
-"""A session: a deployed model, loaded on one of many backends, behind one interface."""
+"""A session: a deployed model loaded on one backend. All backends have the same interface."""
 
 from __future__ import annotations
 
@@ -55,32 +55,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("attnforge")
 
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
-"""What `load` takes as a backend."""
+"""The backends that `load` accepts."""
 
 SHAPES_KEPT = 4096
-"""Combinations of input shapes that a session remembers as checked."""
+"""Number of combinations of input shapes that a session remembers as checked."""
 
 RUNS_TO_WARM = 3
-"""Runs after which nothing is left to prepare: the first compiles, the second captures a CUDA graph where the backend
-has graphs, and the third replays it."""
+"""Runs after which nothing is left to prepare: the first compiles, the second captures a CUDA graph if the backend has
+graphs, and the third replays it."""
 
 
 class Session:
     """A deployed model, ready to run, from any number of threads at once.
 
-    On a GPU backend, inputs on the GPU are read where they lie, and outputs stay on the GPU. A call then returns once
-    the work is enqueued: on `stream`, or else on the stream that is current in the inputs' library (torch, CuPy). Work
-    that this library enqueues later runs after it, so the caller need not wait. With arrays of other libraries, and
-    with NumPy arrays, a call returns when the outputs are there.
+    On a GPU backend, inputs on the GPU are read in place, and outputs stay on the GPU. A call then returns once the
+    work is enqueued: on `stream`, or else on the current stream of the inputs' library (torch, CuPy). Work that this
+    library enqueues later runs after it, so the caller need not wait. With arrays of other libraries, and with NumPy
+    arrays, a call returns when the outputs are ready.
 
     Args:
-        bundle: from which the backend was opened.
+        bundle: the bundle that the backend was opened from.
         backend: runs the model.
-        options: with which the backend was opened.
+        options: the options that the backend was opened with.
 
     Attributes:
-        bundle: from which it was loaded.
-        backend: the name of the backend.
+        bundle: the bundle that it was loaded from.
+        backend: name of the backend.
         inputs, outputs: the model's, with names, dtypes and dims.
     """
 
@@ -106,16 +106,16 @@ class Session:
             values: the inputs: NumPy arrays, torch tensors, or arrays of any library that offers DLPack or, on a GPU,
                 `__cuda_array_interface__`.
             out: arrays to write the outputs to: one array, a sequence of arrays, or a mapping by name.
-            stream: CUDA stream to run on, as :meth:`run` takes it.
+            stream: CUDA stream to run on, as in :meth:`run`.
 
         Returns:
-            The output, or a tuple of outputs: torch tensors where an input is one, else NumPy arrays. Where an input
-            lies on a GPU: arrays of the first GPU input's library.
+            the output, or a tuple of outputs: torch tensors if an input is one, otherwise NumPy arrays. If an input is
+            on a GPU: arrays of the first GPU input's library.
 
         Raises:
-            InputError: an input, or an array to write to, that the model does not take.
-            UsageError: as :meth:`run` raises it.
-            DeviceError: as :meth:`run` raises it.
+            InputError: the model does not accept an input, or an array to write to.
+            UsageError: as in :meth:`run`.
+            DeviceError: as in :meth:`run`.
         """
         if len(values) != len(self.inputs):
             by_name(self.inputs, values)  # raises, and says what the model takes
@@ -130,18 +130,18 @@ class Session:
         """Run on inputs by name.
 
         Args:
-            values: the inputs, by name, of any kind that a call by position takes.
+            values: the inputs, by name, of any kind that a call by position accepts.
             out: arrays to write outputs to, by name; contiguous, of the output's shape and dtype. They are returned.
             stream: CUDA stream on which inputs are ready and outputs will be: an object that offers `__cuda_stream__`,
-                as torch's and CuPy's streams do, or its address. Without one, see the class.
+                such as torch's and CuPy's streams, or its address. Without one, see the class.
 
         Returns:
-            The outputs by name, of the kind that a call by position returns.
+            the outputs by name, of the kind that a call by position returns.
 
         Raises:
-            InputError: an input, or an array to write to, that the model does not take.
+            InputError: the model does not accept an input, or an array to write to.
             UsageError: the session is closed, or a stream was given to a backend that runs on the CPU.
-            DeviceError: CUDA failed; says how, and whether this process can go on.
+            DeviceError: CUDA failed; says how, and whether this process can continue.
         """
         self._check_open()
         return self._named(values, out, stream)
@@ -149,7 +149,7 @@ class Session:
     def run_async(
         self, values: Mapping[str, Any], *, out: Mapping[str, Any] | None = None, stream: Any = None
     ) -> Pending:
-        """Start a :meth:`run` and return at once. The inputs must not be altered until it is done.
+        """Start a :meth:`run` and return immediately. The inputs must not be altered until it is done.
 
         Args:
             values: the inputs, by name.
@@ -157,7 +157,7 @@ class Session:
             stream: CUDA stream to run on.
 
         Raises:
-            UsageError: the session is closed. Other errors are raised where the outputs are asked for.
+            UsageError: the session is closed. Other errors are raised when the outputs are requested.
         """
         self._check_open()
         if self._backend.gpu is not None and any(on_gpu(value) for value in values.values()):
@@ -169,7 +169,7 @@ class Session:
             def result() -> dict[str, Any]:
                 with gpu.current():  # turns CUDA's errors into a DeviceError
                     event.sync()
-                kept.clear()  # the inputs are held until the run has read them
+                kept.clear()  # the inputs are kept alive until the run has read them
                 return named
 
             def done() -> bool:
@@ -185,22 +185,22 @@ class Session:
         return Pending(future.result, future.done)
 
     def decoder(self, batch: int = 1) -> Decoder:
-        """The caches of some samples, and the model's next step for them, of a bundle that was deployed with
+        """The caches of some samples and the model's next step for them, for a bundle that was deployed with
         `cache_tokens`. Any number of decoders may run at once, each in one thread.
 
         Args:
-            batch: how many samples.
+            batch: number of samples.
 
         Raises:
             UsageError: the session is closed, or the bundle has no cache.
-            InputError: more samples than the bundle takes.
-            UnavailableError: there is no memory for the caches.
+            InputError: more samples than the bundle supports.
+            UnavailableError: there is too little memory for the caches.
         """
         self._check_open()
         if not isinstance(self._backend, WholeSequences):
             raise UsageError(
-                f"{self.bundle.manifest.name} on {self.backend} has no cache, so it answers for whole sequences alone; "
-                "deploy it with cache_tokens=… (--cache-tokens)"
+                f"{self.bundle.manifest.name} on {self.backend} has no cache, so it only runs whole sequences; deploy "
+                "it with cache_tokens=… (--cache-tokens)"
             )
         return self._backend.decoder(batch)
 
@@ -213,21 +213,21 @@ class Session:
         sampler: Sampler = GREEDY,
         lengths: Any = None,
     ) -> Iterator[Array]:
-        """The tokens that the model goes on with, of a bundle that was deployed with `cache_tokens`.
+        """Generate the tokens that follow prompts, with a bundle that was deployed with `cache_tokens`.
 
         Args:
-            prompts: `(batch, tokens)`, or `(tokens,)` for each sample, of lengths of their own.
-            max_new_tokens: how many tokens a sample gets at most.
-            stop: ids behind which a sample gets no more; by default those that the bundle names.
-            sampler: chooses the next token; the likeliest, by default.
-            lengths: `(batch,)`, how many of each row are tokens, where the rest is padding.
+            prompts: `(batch, tokens)`, or `(tokens,)` for each sample, of different lengths.
+            max_new_tokens: maximum number of new tokens per sample.
+            stop: stop token ids, after which a sample ends; by default the bundle's.
+            sampler: chooses the next token; by default the most likely one.
+            lengths: `(batch,)`, how many elements of each row are tokens, if the rest is padding.
 
         Returns:
-            An iterator over the next token of every sample, `(batch,)`, int64; -1 of a sample that has stopped.
+            an iterator over the next token of every sample, `(batch,)`, int64; -1 for a sample that has stopped.
 
         Raises:
-            InputError: tokens that the model does not take, or more than the caches hold.
-            UsageError: as of :meth:`decoder`, or a model whose answers are no logits.
+            InputError: tokens that the model does not accept, or more than the caches have slots for.
+            UsageError: as in :meth:`decoder`, or the model does not return logits.
         """
         decoder = self.decoder(len(prompts))
         decoding = self.bundle.manifest.decoding
@@ -236,8 +236,8 @@ class Session:
 
     @property
     def schedules(self) -> dict[str, Callable[[Mapping[str, Array]], dict[str, Array]]]:
-        """Runs of the model by a decoder, from inputs to outputs by name, by the order in which it is given the tokens;
-        none where the bundle has no cache."""
+        """Runs of the model by a decoder, from inputs to outputs by name, by the schedule that passes it the tokens;
+        empty if the bundle has no cache."""
         backend = self._backend
         if not isinstance(backend, WholeSequences):
             return {}
@@ -248,12 +248,12 @@ class Session:
         graphs are captured.
 
         Args:
-            sizes: combinations of sizes to prepare for, each from dims' symbols to sizes; dims without a size are as in
-                the example. By default the example's sizes.
+            sizes: combinations of sizes to prepare for, each a mapping from symbols of dims to sizes; dims without a
+                size are as in the example. By default the example's sizes.
 
         Raises:
             UnknownNameError: no such dim.
-            InputError: sizes outside the profile.
+            InputError: sizes out of the profile.
         """
         for combination in sizes or ({},):
             case = reference.at(self.inputs, combination)
@@ -266,7 +266,7 @@ class Session:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the session holds, as far as its backend says.
+        """The memory that the session uses, as far as its backend reports it.
 
         Raises:
             UsageError: the session is closed.
@@ -275,8 +275,8 @@ class Session:
         return self._backend.memory()
 
     def close(self) -> None:
-        """Wait for runs that :meth:`run_async` started, and free everything. The session cannot run after that; to
-        close it again does nothing."""
+        """Wait for runs that :meth:`run_async` started, and free everything. The session cannot run after that; closing
+        it again does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -287,7 +287,7 @@ class Session:
         self._backend.close()
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError("a session is of its process and cannot be pickled or copied; load the bundle in each process")
+        raise UsageError("a session belongs to its process and cannot be pickled or copied; load the bundle in each")
 
     def __enter__(self) -> Session:
         return self
@@ -304,7 +304,7 @@ class Session:
     # ---
 
     def _after_fork(self) -> None:
-        """Begin without threads: a child that was forked has none of its parent's, and would wait for them."""
+        """Start without threads: a forked child has none of its parent's threads, and would wait for them."""
         self._lock, self._threads = threading.Lock(), None
 
     def _check_open(self) -> None:
@@ -327,8 +327,8 @@ class Session:
             )
         arrays = [on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]
         shapes = self._shapes(*[(array.shape, array.dtype) for array in arrays])
-        for place, name, low, high in self._indices:
-            check_index(name, arrays[place], low, high)
+        for i, name, low, high in self._indices:
+            check_index(name, arrays[i], low, high)
         as_torch = not plain and any(is_torch(value) for value in values)
         if out is not None:
             return self._into(out, arrays, shapes, as_torch)
@@ -336,7 +336,7 @@ class Session:
         return [to_torch(array) for array in results] if as_torch else results
 
     def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: Shapes, as_torch: bool) -> list[Any]:
-        """Run on the host, and write outputs to the caller's arrays where there are some."""
+        """Run on the host, and write outputs to the caller's arrays, if any."""
         self._check_names(out)
         targets: list[Array | None] = []
         for spec, shape in zip(self.outputs, shapes.outputs, strict=True):
@@ -345,7 +345,7 @@ class Session:
         results = self._computed(arrays, shapes, targets)
         for spec, target, array in zip(self.outputs, targets, results, strict=True):
             if target is not None and target is not array:
-                if target.shape != array.shape:  # the inputs' sizes did not decide the output's shape
+                if target.shape != array.shape:  # the inputs' sizes did not determine the output's shape
                     check_out(spec, target.shape, target.dtype, array.shape)
                 np.copyto(target, array)
         return [
@@ -356,8 +356,8 @@ class Session:
     def _computed(
         self, arrays: list[Array], shapes: Shapes, targets: Sequence[Array | None] | None = None
     ) -> list[Array]:
-        """What the backend answers; what its library raises, of whatever kind, becomes a RunError. A torch module's
-        errors are its author's."""
+        """Run the backend; any error of its library becomes a RunError. A torch module's own errors are raised
+        unchanged."""
         try:
             return self._backend.run(arrays, shapes, targets)
         except (AttnforgeError, MemoryError):
@@ -368,7 +368,7 @@ class Session:
             raise RunError(f"{self.backend} cannot run {self.bundle.manifest.name}: {first_line(error)}") from error
 
     def _on_gpu(self, values: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> tuple[list[Any], Event]:
-        """Enqueue a run on inputs of which some lie on the GPU; outputs in order, and the event that they are there."""
+        """Enqueue a run on inputs of which some are on the GPU; outputs in order, and the event of their completion."""
         from attnforge.runtime import gpu
 
         self._check_names(out or {})
@@ -393,18 +393,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pending:
-    """A run that was started, whose outputs can be waited for or awaited.
+    """A started run, whose outputs can be waited for or awaited.
 
     Args:
         result: waits for the run, and returns its outputs by name.
-        done: whether the run is done.
+        done: returns whether the run is done.
     """
 
     def __init__(self, result: Callable[[], dict[str, Any]], done: Callable[[], bool]) -> None:
         self._result, self._done = result, done
 
     def done(self) -> bool:
-        """Whether the outputs are there."""
+        """Whether the outputs are ready."""
         return self._done()
 
     def result(self) -> dict[str, Any]:
@@ -431,25 +431,25 @@ def load(
     cache: bool = True,
     trusted: Trusted = None,
 ) -> Session:
-    """Load a bundle as :func:`attnforge.load` does, with the same arguments, except that no plan is built anew.
+    """Load a bundle as :func:`attnforge.load` does, with the same arguments, except that no plan is built again.
 
     Raises:
-        BundleError: the folder holds no bundle of this schema, or a file that is needed is missing or altered.
+        BundleError: the folder contains no bundle of this schema, or a required file is missing or altered.
         UnknownNameError: no such backend.
         UsageError: no such device, or fewer than one context.
-        UnavailableError: this machine or this bundle cannot run it; says what would.
+        UnavailableError: this machine or this bundle cannot run it; says what would work.
     """
     if backend not in NAMES:
         raise UnknownNameError("backend", backend, NAMES)
     options = Options(threads, device, contexts, graphs, cache)
     for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
-        with suppress(ReplacedError):  # read again, it is the new one
+        with suppress(ReplacedError):  # the next attempt reads the new one
             return _loaded(bundle, backend, module, options, trusted)
     return _loaded(bundle, backend, module, options, trusted)
 
 
 TRIES = 5
-"""How often a bundle is read that is replaced while it is read."""
+"""Maximum number of attempts to read a bundle that is replaced while it is read."""
 
 
 def _loaded(
@@ -460,15 +460,15 @@ def _loaded(
         return Session(opened, _eager(opened, module), options)
     if (doubt := opened.manifest.doubt) is not None:
         if backend == "auto":
-            raise UnavailableError(f"{doubt}; deploy it again, or name a backend to load it all the same")
+            raise UnavailableError(f"{doubt}; deploy it again, or name a backend to load it anyway")
         log.warning("%s", doubt)
     candidates = _candidates(opened, backend)
     return Session(opened, open_first(opened, candidates, options, named=backend != "auto"), options)
 
 
 def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:
-    """The backends to try, in order. Only `auto` needs the order of preference, which asks CUDA for its devices and so
-    initialises CUDA in this process; a process must not fork after that."""
+    """The backends to try, in order. Only `auto` needs the order of preference, which queries CUDA for its devices and
+    so initialises CUDA in this process; a process must not fork after that."""
     if backend == "auto":
         return by_preference(bundle)
     of_onnxruntime = [name for name in BACKENDS if name.startswith("onnxruntime-")]
@@ -476,13 +476,13 @@ def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:
 
 
 def _eager(bundle: Bundle, module: Any) -> Backend:
-    """The eager backend of a torch module; the one place of the runtime that imports torch."""
+    """The eager backend of a torch module; the only part of the runtime that imports torch."""
     if bundle.manifest.source.kind == "onnx":
         raise UnavailableError(
-            f"{bundle.path} was deployed from an ONNX graph; there is no torch module, so no eager backend"
+            f"{bundle.path} was deployed from an ONNX graph; it has no torch module, so there is no eager backend"
         )
     if module is None:
-        raise UnavailableError("the eager backend runs the module itself; give it: load(bundle, 'eager', module=…)")
+        raise UnavailableError("the eager backend runs the module itself; pass it: load(bundle, 'eager', module=…)")
     from attnforge.runtime.backends.eager import Eager
 
     return Eager(bundle, module)

@@ -26,7 +26,7 @@ def report_error(error: BaseException) -> int:
         _print_document("Interrupted", "the command was interrupted")
         return code
     if isinstance(error, SystemExit):
-        if terminal.running():  # before that, it is typer's own
+        if terminal.running() and not isinstance(error.__context__, BrokenPipeError):  # those two are typer's own
             return _say("UsageError", f"the model's code called sys.exit({error.code!r}); remove that call", 2)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, AttnforgeError):

@@ -1,1 +1,1 @@
-"""Where a deployment first goes wrong, and why."""
+"""Diagnosis: the first wrong step of a deployment, and its cause."""

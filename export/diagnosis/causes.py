@@ -1,6 +1,6 @@
-"""The tensor at which an error begins, and what makes the error: named only where the numbers prove it.
+"""The tensor at which an error begins, and the cause of the error, which is named only if the numbers prove it.
 
-:data:`FINDERS` are asked in turn; the first that proves a cause is right, and the last always has one.
+The :data:`FINDERS` run in order; the first that proves a cause decides, and the last always has one.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ Cause = Literal[
 ]
 
 COSTS = ("rounding", "quantisation")
-"""Causes that are nothing but what a precision costs."""
+"""Causes that are nothing but the cost of a precision."""
 
 AMPLIFIES = 4.0
-"""How many times larger an operator makes an error before that is more than passing it on."""
+"""Factor from which an operator is said to amplify an error rather than to pass it on."""
 
 OWN = 16.0
-"""Unit roundoffs that a result may be off the operator's own float64 before the operator, not rounding, is wrong."""
+"""Unit roundoffs between a result and the operator's own float64 above which the operator, not rounding, is wrong."""
 
 HALVED = 0.5
-"""Share of the final error that may be left when a tensor is made exact, for the error to begin at that tensor."""
+"""Share of the final error that may remain when a tensor is made exact, for the error to begin at that tensor."""
 
 SATURATED = 0.9
-"""Mean largest probability from which a softmax is nearly one-hot."""
+"""Mean of the largest probabilities from which a softmax is considered nearly one-hot."""
 
 BEGINS = 0.1
 """Share of the final error that a tensor must have for the error to begin there."""
 
 TRIED = 12
-"""How many tensors are made exact, at most, to see whether the error begins there."""
+"""Maximum number of tensors that are made exact to see whether the error begins there."""
 
 FEW_UNITS = 32.0
-"""Unit roundoffs that a deep model has at its end without any fault of its own."""
+"""Unit roundoffs that a deep model may accumulate without any tensor at fault."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Where an error begins and what makes it.
+    """The origin of an error and its cause.
 
     Attributes:
-        tensor: at which the error begins; None where it is not the doing of a single tensor.
-        cause: what makes the error.
+        tensor: the tensor at which the error begins; None if no single tensor is responsible.
+        cause: cause of the error.
         evidence: the numbers that prove it.
-        error_without: the final error where this tensor alone is exact; None where that was not tried.
-        module: that it belongs to, where its node does not say; None where it does.
+        error_without: the final error if this tensor alone is exact; None if that was not tried.
+        module: the tensor's module, if its node does not say; None if it does.
     """
 
     tensor: TensorErrors | None
@@ -83,12 +83,12 @@ class Blame:
 
 
 def out_of_range(trace: Trace) -> Blame | None:
-    """The first tensor, or the weights, with numbers that their type does not hold."""
+    """The first tensor, or the weights, with numbers beyond the range of their type."""
     return _parameters_out_of_range(trace) or _out_of_range(trace)
 
 
 def blame(trace: Trace) -> Blame:
-    """The first tensor whose error its inputs do not explain, or at which the inputs' error grows."""
+    """The first tensor whose error its inputs do not explain, or that amplifies its inputs' error."""
     return next(blame for find in FINDERS if (blame := find(trace)) is not None)
 
 
@@ -103,7 +103,7 @@ def _parameters_out_of_range(trace: Trace) -> Blame | None:
         numbers = tensor.numpy().astype(np.float32)
         if not np.isfinite(numbers).all() and not np.isneginf(numbers[~np.isfinite(numbers)]).all():
             lost = int((~np.isfinite(numbers)).sum())
-            return Blame(None, "overflow", f"{lost} numbers of the weights {name} are more than their type holds")
+            return Blame(None, "overflow", f"{lost} numbers of the weights {name} are beyond the range of their type")
     return None
 
 
@@ -111,22 +111,23 @@ def _out_of_range(trace: Trace) -> Blame | None:
     tensor = next((tensor for tensor in trace.tensors if tensor.lost), None)
     if tensor is None:
         return None
-    if tensor.own == np.inf and tensor.explained < np.inf:  # the operator's result, and not what it was given
+    if tensor.own == np.inf and tensor.explained < np.inf:  # the operator's result, not its inputs
         reach = max(tensor.largest, float(np.max(np.abs(trace.explained[tensor.name]), initial=0.0)))
         evidence = (
-            f"{tensor.name} reaches {reach:.3g}, and its type holds {tensor.limit:.3g}: {tensor.lost} numbers are lost"
+            f"{tensor.name} reaches {reach:.3g}, and its type ends at {tensor.limit:.3g}: {tensor.lost} numbers are "
+            "lost"
         )
         if in_norm(tensor.node):
-            return Blame(tensor, "norm", f"{evidence}. It is the square that a norm takes the mean of")
+            return Blame(tensor, "norm", f"{evidence}. It is the square whose mean a norm takes")
         return Blame(tensor, "overflow", evidence)
     if (zero := _zero_before(tensor, trace)) is not None:
         return Blame(
             zero,
             _norm_or_underflow(zero),
-            f"{zero.zeroed:.0%} of {zero.name} are below what its type holds and become zero; {tensor.name} divides "
+            f"{zero.zeroed:.0%} of {zero.name} are below the range of its type and become zero; {tensor.name} divides "
             f"by them: {tensor.lost} numbers are lost",
         )
-    evidence = f"{tensor.name} has {tensor.lost} numbers that are not finite, of inputs that are"
+    evidence = f"{tensor.name} has {tensor.lost} numbers that are not finite, although its inputs are"
     return Blame(tensor, "operator", evidence)
 
 
@@ -148,14 +149,14 @@ def _lost_to_zero(trace: Trace) -> Blame | None:
     for tensor in _begins(trace):
         if tensor.zeroed > 0:
             evidence = (
-                f"{tensor.zeroed:.0%} of the numbers of {tensor.name} are below what its type holds and become zero"
+                f"{tensor.zeroed:.0%} of the numbers of {tensor.name} are below the range of its type and become zero"
             )
             return Blame(tensor, _norm_or_underflow(tensor), evidence)
     return None
 
 
 def _begins(trace: Trace) -> Iterator[TensorErrors]:
-    """The tensors of which the operator's own share of the error is more than rounding, and matters at the end."""
+    """The tensors to whose error the operator itself adds more than rounding, and enough to matter at the end."""
     for tensor in trace.tensors:
         if tensor.own > OWN * tensor.unit and tensor.error > BEGINS * min(trace.error, 1.0):
             yield tensor
@@ -166,7 +167,7 @@ def _norm_or_underflow(tensor: TensorErrors) -> Cause:
 
 
 def in_norm(node: ir.Node) -> bool:
-    """Whether a node computes squares that a norm takes the root of the mean of, or that mean."""
+    """Whether a node computes the squares in a norm, or their mean."""
     if node.op_type in ("ReduceMean", "ReduceSum", "ReduceSumSquare"):
         return _to_root(node.outputs[0], 6)
     if not _is_square(node):
@@ -182,7 +183,7 @@ def _is_square(node: ir.Node) -> bool:
 
 
 def _to_root(value: ir.Value, steps: int) -> bool:
-    """Whether a root is taken of `value`, at most `steps` simple operators on."""
+    """Whether a root is taken of `value`, after at most `steps` simple operators."""
     if steps == 0:
         return False
     for user in value.consumers():
@@ -205,19 +206,19 @@ def _wrong_in_itself(trace: Trace) -> Blame | None:
     terms = _terms(tensor.node, trace)
     if terms is not None and units <= terms:
         evidence = (
-            f"{tensor.name} sums {terms} terms and is {units:.0f} unit roundoffs off their sum in float64: they are "
-            "added up in too few bits"
+            f"{tensor.name} sums {terms} terms and is {units:.0f} unit roundoffs off their sum in float64: the "
+            "accumulator has too few bits"
         )
         return Blame(tensor, "accumulation", evidence)
     evidence = (
-        f"{tensor.name} is {scientific(tensor.own)} off what {tensor.node.op_type} gives in float64 on the same "
-        f"inputs, which is {units:.0f} unit roundoffs: no rounding"
+        f"{tensor.name} is {scientific(tensor.own)} off the result of {tensor.node.op_type} in float64 on the same "
+        f"inputs, which is {units:.0f} unit roundoffs: more than rounding"
     )
     return Blame(tensor, "operator", evidence)
 
 
 def _terms(node: ir.Node, trace: Trace) -> int | None:
-    """How many numbers each result of a node is the sum of; None where it is no sum."""
+    """The number of terms in each result of a node; None if the node is not a sum."""
     source = trace.exact.get(str(node.inputs[0].name)) if node.inputs and node.inputs[0] is not None else None
     if source is None:
         return None
@@ -259,7 +260,7 @@ def _why_amplified(tensor: TensorErrors, trace: Trace) -> tuple[Cause, str]:
         operand = max(float(np.linalg.norm(np.broadcast_to(array, result.shape))) for array in inputs)
         condition = operand / (norm or 1.0)
         if condition >= AMPLIFIES:
-            return "cancellation", f"{tensor.name} is a difference of numbers {condition:.0f} times as large, so {grew}"
+            return "cancellation", f"{tensor.name} is a difference of numbers {condition:.0f} times as large: {grew}"
     if (terms := _sum_of_magnitudes(tensor, trace)) is not None and terms >= AMPLIFIES * norm:
         times = terms / (norm or 1)
         return "cancellation", f"{tensor.name} sums terms {times:.0f} times as large, which cancel: {grew}"
@@ -267,7 +268,7 @@ def _why_amplified(tensor: TensorErrors, trace: Trace) -> tuple[Cause, str]:
 
 
 def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
-    """Norm of what a sum would be if none of its terms were negative; None where the operator is no known sum."""
+    """The norm that a sum would have if none of its terms were negative; None if the operator is not a known sum."""
     node, result = tensor.node, trace.exact[tensor.name]
     arrays = [numbers_of(value, trace.exact) for value in node.inputs]
     if not arrays or arrays[0] is None:
@@ -279,7 +280,7 @@ def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
         terms = arrays[0].size / max(result.size, 1)
         total = float(np.linalg.norm(np.abs(arrays[0]))) * math.sqrt(terms)
         return total / (terms if node.op_type == "ReduceMean" else 1.0)
-    if node.op_type == "LayerNormalization":  # the terms are those of the difference with the mean
+    if node.op_type == "LayerNormalization":  # the terms are those of the difference from the mean
         centred = arrays[0] - arrays[0].mean(-1, keepdims=True)
         spread = float(np.linalg.norm(centred)) or 1.0
         return float(np.linalg.norm(arrays[0])) / spread * float(np.linalg.norm(result))
@@ -287,7 +288,7 @@ def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
 
 
 def numbers_of(value: ir.Value | None, computed: Mapping[str, Array] | None = None) -> Array | None:
-    """The numbers of a tensor in float64, where it is constant or among those that are computed."""
+    """The numbers of a tensor in float64, if it is constant or among the computed ones."""
     if value is not None and computed and value.name in computed:
         return computed[str(value.name)]
     constant = ir.convenience.get_const_tensor(value) if value is not None else None
@@ -302,14 +303,14 @@ def _why_softmax(tensor: TensorErrors, trace: Trace, scores: Array, grew: str) -
     peak = float(np.nanmean(np.max(trace.exact[tensor.name], axis=axis)))
     rows = np.where(np.isfinite(scores), scores, np.nan)
     spread = float(np.nanmean(np.nanmax(rows, axis=axis) - np.nanmin(rows, axis=axis)))
-    text = f"its scores reach {reach:.3g}, where its type's numbers are {spacing:.2g} apart"
+    text = f"its scores reach {reach:.3g}, where numbers of its type are {spacing:.2g} apart"
     if peak < SATURATED and reach > AMPLIFIES * max(spread, 1e-30):
         return "cancellation", (
-            f"{text}, and differ by {spread:.2g} only: the softmax subtracts the largest, and what is left is "
+            f"{text}, and differ by only {spread:.2g}: the softmax subtracts the largest, and what remains is "
             f"rounding; {grew}"
         )
     one_hot = f"the largest weight is {peak:.2f} on average"
-    return "softmax", f"{text}, and weights change by that factor of e; {one_hot}: {grew}"
+    return "softmax", f"{text}, so rounding changes weights by a factor of e to that power; {one_hot}: {grew}"
 
 
 # --- nothing but rounding ---------------------------------------------------------------------------------------------
@@ -323,8 +324,8 @@ def _accumulated(trace: Trace) -> Blame | None:
     if trace.error <= FEW_UNITS * unit:
         return None
     evidence = (
-        f"{roundings} roundings add up to {trace.error / unit:.0f} unit roundoffs, and no tensor makes an error "
-        f"much larger; half of it is there at {half.name}"
+        f"{roundings} roundings add up to {trace.error / unit:.0f} unit roundoffs, and no tensor amplifies an error "
+        f"much; half of it is reached at {half.name}"
     )
     return Blame(half, "accumulation", evidence)
 
@@ -335,13 +336,13 @@ def _only_rounding(trace: Trace) -> Blame:
     roundings, unit = _roundings(trace)
     evidence = (
         f"the final error of {scientific(trace.error)} is {trace.error / unit:.0f} unit roundoffs after {roundings} "
-        "roundings: what this precision costs, and no tensor is to blame"
+        "roundings: the cost of this precision, and no tensor is to blame"
     )
     return Blame(None, "rounding", evidence)
 
 
 def _roundings(trace: Trace) -> tuple[int, float]:
-    """How many results are rounded, and the largest unit roundoff among them."""
+    """The number of rounded results, and the largest unit roundoff among them."""
     units = [tensor.unit for tensor in trace.tensors if tensor.own > 0]
     return len(units), max(units or [tensor.unit for tensor in trace.tensors])
 
@@ -357,4 +358,4 @@ FINDERS: tuple[Finder, ...] = (
     _accumulated,
     _only_rounding,
 )
-"""Asked in this order."""
+"""Run in this order."""

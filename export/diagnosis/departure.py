@@ -1,9 +1,9 @@
-"""Whether an exported graph is the function of its module, and if not, at which tensor it departs from it.
+"""Whether an exported graph computes the same function as its module, and if not, at which tensor it first differs.
 
 torch's exporter is a suspect like any other: it has dropped small numbers, frozen sizes and left dropout on. So module
-and graph are both run in float64, where no rounding hides a fault, and held to the parity budget. The exporter gives
-the values of its graph the names that the program of `torch.export` has for them, by which the two are compared tensor
-by tensor.
+and graph are both run in float64, where no rounding hides a fault, and checked against the parity budget. The exporter
+gives the values of its graph the names that they have in the program of `torch.export`, by which the two are compared
+tensor by tensor.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from attnforge.runtime.parity.budget import judge
 from attnforge.runtime.parity.comparison import Comparison
 
 SHOWN = 4
-"""How many operators of the module are named that a wrong tensor comes from."""
+"""Maximum number of the module's operators that are named for a wrong tensor."""
 
 
 def departure(source: Captured) -> Wrong | None:
-    """Where the exported graph departs from the module, on inputs of small sizes; None where it is the same function.
-    What a small input does not show, backends show in the check at the end of a deploy.
+    """The first difference between the exported graph and the module, on inputs of small sizes; None if it is the same
+    function. What a small input does not show, backends show in the check at the end of a deploy.
 
     Args:
-        source: is not touched.
+        source: not modified.
     """
     for case in (_small(source), cases(source.inputs)[0]):
         if not _has_room(source.model, case):
@@ -56,7 +56,7 @@ def departure(source: Captured) -> Wrong | None:
         inputs = make_inputs(case, source.inputs, source.example)
         try:
             eager, exact = source.eager(inputs), Float64(source.module)(inputs)  # whose widened weights are not kept
-        except CaptureError:  # of whole numbers that small sizes do not bear; the example it is, then
+        except CaptureError:  # integers that small sizes do not support; then the example is used
             continue
         truth = {name: to_numpy(name, value) for name, value in exact.items()}
         missed = _missed(source, case, _graph(source.model, inputs), eager, truth)
@@ -65,8 +65,8 @@ def departure(source: Captured) -> Wrong | None:
 
 
 def _small(source: Captured) -> Case:
-    """A case of small sizes, each another one, so that no softmax is over one score and no two axes are alike; of the
-    smallest where these cost as much as the example."""
+    """A case of small sizes, all different, so that no softmax is over one score and no two axes are alike; of the
+    smallest sizes if these would cost as much as the example."""
     low, opt, high = (sizes_at(source.inputs, bound) for bound in ("min", "opt", "max"))
     sizes = {s: min(max(size, low[s]), high[s]) for size, s in zip(count(3, 2), low, strict=False)}
     cost = run_cost(source.model)
@@ -74,7 +74,8 @@ def _small(source: Captured) -> Case:
 
 
 def _has_room(model: ir.Model, case: Case) -> bool:
-    """Whether half of the memory that is left holds a run in float64, where attention holds its scores three times."""
+    """Whether half of the available memory suffices for a float64 run, in which attention stores its scores three
+    times."""
     scores = [0]
     for node in model.graph:
         with suppress(Uncountable):
@@ -88,8 +89,8 @@ def _has_room(model: ir.Model, case: Case) -> bool:
 
 
 def _graph(model: ir.Model, inputs: Mapping[str, Array], names: Sequence[str] | None = None) -> Tensors:
-    """What the graph computes in float64, or where it has an operator that is not computed in double, at its own
-    precision: its outputs, or the tensors of some names."""
+    """Run the graph in float64 or, if it has an operator without a double kernel, at its own precision; return its
+    outputs, or the named tensors."""
     try:
         return in_float64(model, names, least_stays_least=True, runs_once=True)(inputs)
     except NoDoublePath:
@@ -101,8 +102,8 @@ def _missed(
 ) -> Comparison | None:
     """The first output of the graph that misses the budget where eager does not overflow.
 
-    It may err by twice eager's error, for what the exporter computed ahead of time it computed at the bundle's
-    precision. No sum of the graph is rounded, so the floor is a rounding's.
+    Its error may be twice eager's, because what the exporter computed ahead of time it computed at the bundle's
+    precision. No sum of the graph is rounded, so the floor is that of a single rounding.
     """
     precision = replace(source.precision, floor=2 * source.precision.unit)
     judged = (judge(case, name, got[name], eager[name], truth, precision) for name, truth in exact.items())
@@ -110,12 +111,14 @@ def _missed(
 
 
 def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) -> Wrong | None:
-    """Where a graph whose output misses the budget first gives another tensor than the module; None where that is a
-    constant which the bundle's precision rounds, for eager may add a number to 16-bit ones in fp32."""
-    said = f"in float64, {missed.output} of the exported graph is not the module's on {missed.case}: {missed.reason}"
+    """The first tensor in which a graph that misses the budget differs from the module; None if that is a constant
+    which the bundle's precision rounds, because eager may add a number to 16-bit ones in fp32."""
+    summary = (
+        f"in float64, {missed.output} of the exported graph differs from the module's on {missed.case}: {missed.reason}"
+    )
     program = source.program
     if program is None:
-        return Wrong(cause="export", stage="plain", evidence=said, tensor=missed.output)
+        return Wrong(cause="export", stage="plain", evidence=summary, tensor=missed.output)
     outputs = zip(source.model.graph.outputs, program.graph_signature.user_outputs, strict=True)
     renamed = {name: str(value.name) for value, name in outputs}
     nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
@@ -129,7 +132,8 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     }
     tensor = next((name for limit in (source.precision.floor / 4, SAME) for name in names if off[name] > limit), None)
     if tensor is None:
-        return Wrong(cause="export", stage="torch.export", evidence=f"{said}; so is that of torch.export's program")
+        evidence = f"{summary}; so does that of torch.export's program"
+        return Wrong(cause="export", stage="torch.export", evidence=evidence)
     value = values_of(source.model)[tensor]
     if value.producer() is None and np.array_equal(module[tensor].astype(source.precision.dtype), graph[tensor]):
         return None
@@ -140,7 +144,7 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     return Wrong(
         cause="export",
         stage="plain",
-        evidence=f"in float64, {tensor} of the exported graph is {scientific(off[tensor])} off the module's, though "
+        evidence=f"in float64, {tensor} of the exported graph is {scientific(off[tensor])} off the module's, although "
         f"its operands agree: the module computes {_text(way)}, the graph "
         + (", ".join(n.op_type for n in region) or "has a constant")
         + (f", without {_text(lost)}" if lost else ""),
@@ -152,7 +156,7 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
 
 
 class _Tensors(nn.Module):
-    """A program whose outputs are all tensors that it computes, by the name of the node."""
+    """A program whose outputs are all tensors that it computes, by node name."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__()
@@ -167,7 +171,7 @@ class _Tensors(nn.Module):
 
 
 def _way(node: fx.Node, agreed: Collection[str], tensors: Collection[str]) -> list[fx.Node]:
-    """The operators of tensors from those that agree to a node, in order."""
+    """The operators that lead from tensors that agree to a node, in order."""
     way: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
@@ -179,5 +183,5 @@ def _way(node: fx.Node, agreed: Collection[str], tensors: Collection[str]) -> li
 
 
 def _text(nodes: list[fx.Node]) -> str:
-    """The last of some operators with their operands: `add = aten.add.Tensor(mean, 1e-08)`."""
+    """The last of these operators with their operands: `add = aten.add.Tensor(mean, 1e-08)`."""
     return ", ".join(f"{n.name} = {n.target}({', '.join(map(str, n.args))})" for n in nodes[-SHOWN:])

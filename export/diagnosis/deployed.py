@@ -1,5 +1,5 @@
-"""What a backend computes on the way, tensor by tensor: the backend runs the deployed graph with these tensors as
-further outputs. The inside of an attention site is not shown, so that the site stays fused."""
+"""The intermediate tensors of a backend: it runs the deployed graph with these tensors as additional outputs. Those
+inside an attention site are not shown, so that the site stays fused."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from attnforge.runtime.session import load
 
 
 def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
-    """Tensors as `backend` computes them, in float64.
+    """Tensors as computed by `backend`, in float64.
 
     Args:
         bundle: deployed for the backend, which can run here.
-        backend: for a TensorRT a plan is built, with the tensors as outputs.
+        backend: name of the backend; for TensorRT a plan is built with the tensors as outputs.
         feeds: inputs by name.
-        names: of the tensors; those that the deployed graph does not have are left out.
+        names: names of the tensors; those that the deployed graph does not have are left out.
 
     Raises:
         AttnforgeError: the backend cannot build or run the graph.
@@ -51,7 +51,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
             changed.engines = [plan.record(file.name, target, record.engines[0].compute_capabilities, sha256(file))]
         manifest = bundle.manifest.model_copy(deep=True)
         manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}
-        manifest.decoding = None  # the graph takes whole sequences
+        manifest.decoding = None  # the graph runs whole sequences
         manifest.outputs = [spec_of(value, output_dims(value, manifest.inputs)) for value in model.graph.outputs]
         write_manifest(path, manifest)
         with load(Bundle(path, trusted=False), backend, cache=False) as session:
@@ -60,8 +60,8 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
 
 
 def _graph_of(bundle: Bundle, backend: str) -> tuple[str, TargetRecord, ir.Model]:
-    """The graph that a backend runs over whole sequences, and the target that it is of: the canonical one where a
-    backend has none of its own."""
+    """The graph that a backend runs on whole sequences, and its target; the canonical graph if the backend has none of
+    its own."""
     target = backend if backend in (*FLAVOURS, *WITHOUT_TARGET) else "onnxruntime"
     record = bundle.manifest.targets.get(target)
     if record is None:
@@ -71,20 +71,20 @@ def _graph_of(bundle: Bundle, backend: str) -> tuple[str, TargetRecord, ir.Model
 
 
 def step_tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
-    """The same of a decoder's step, of which feeds are the tokens, how many come before, and the caches.
+    """The same for a decoder step, whose feeds are the tokens, the number of tokens before them, and the caches.
 
     Raises:
-        UnavailableError: the backend's graph of a step is not at hand, as OpenVINO's is not.
+        UnavailableError: the backend's graph of a step is not available, such as OpenVINO's.
     """
     if backend != "onnxruntime-cpu":
-        raise UnavailableError(f"tensors of a step are looked at on onnxruntime-cpu alone, not on {backend}")
+        raise UnavailableError(f"tensors of a decoder step can be examined on onnxruntime-cpu only, not on {backend}")
     model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
     return {name: wide(array) for name, array in as_it_is(model, shown, optimised=True)(feeds).items()}
 
 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
-    """The 16-bit type that the deployed graph casts to shortly before `tensor`; None where it does not."""
+    """The 16-bit type that the deployed graph casts to shortly before `tensor`; None if it does not."""
     _, _, model = _graph_of(bundle, backend)
     value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
     todo, visited = [value.producer()] if value is not None else [], 0
@@ -99,11 +99,11 @@ def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
 
 
 _NEAR = 8
-"""Nodes before a tensor among which a cast is said to be on its way."""
+"""Number of nodes before a tensor that are searched for a cast."""
 
 
 def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> list[str]:
-    """Make tensors outputs of `model`, and return those of `names` that it has."""
+    """Make tensors outputs of `model`, and return the ones of `names` that it has."""
     known = set(computed(model))
     inside = tuple(f"{site}/" for site in sites)
     outputs = {str(value.name) for value in model.graph.outputs}

@@ -1,7 +1,8 @@
-"""A bundle examined: first whether its graphs are one function, then which tensor loses what its precision cannot hold.
+"""Diagnose a bundle: first whether its graphs are one function, then which tensor loses what its precision cannot
+represent.
 
-Nothing but the bundle is needed. Eager is the exported graph run operator by operator on ONNX Runtime's CPU, each
-result stored in the bundle's precision; whether that is the eager that the bundle was held against is checked too.
+Only the bundle is needed. Eager is the exported graph run operator by operator on ONNX Runtime's CPU, each result
+stored at the bundle's precision; whether that is the eager that the bundle was checked against is checked too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attnforge.export.diagnosis.findings import Examination, Finding, finite, fi
 from attnforge.export.diagnosis.quantised import unrounded, with_weights
 from attnforge.export.diagnosis.rewrites import first_parting
 from attnforge.export.diagnosis.stages import line_of, module_of, stages
-from attnforge.export.diagnosis.steps import behind
+from attnforge.export.diagnosis.steps import step_inputs
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trace
 from attnforge.export.graphs.execute import Tensors
 from attnforge.export.graphs.float64 import NoDoublePath
@@ -34,15 +35,16 @@ from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs, verify
 
 SHOWN = 12
-"""How many tensors a diagnosis lists: those that make errors largest."""
+"""Maximum number of tensors that a diagnosis lists: those that amplify errors most."""
 
 LARGE = 2**22
-"""Numbers of inputs above which another case is examined, where there is one that tells as much."""
+"""Number of input elements above which another case is examined, if one is as informative."""
 
 
 class TensorReport(Record):
-    """A tensor and its relative errors; see :class:`~attnforge.export.diagnosis.trace.TensorErrors`. None stands for
-    what is not finite. `deployed` has the errors of the backends that ran it, where their graphs have the tensor."""
+    """A tensor and its relative errors; see :class:`~attnforge.export.diagnosis.trace.TensorErrors`. None stands for a
+    number that is not finite. `deployed` has the errors on the backends that ran it, if their graphs have the
+    tensor."""
 
     tensor: str
     operator: str
@@ -58,19 +60,19 @@ class TensorReport(Record):
 
 
 class Diagnosis(Record):
-    """What :func:`diagnose` found.
+    """The result of :func:`diagnose`.
 
     Attributes:
         case, why: the case that was examined, and why this one.
         failing: backends that fail verification.
-        error: the final relative error of eager at the bundle's precision, emulated; of a quantised bundle, what
-            rounding the inputs of products adds to that of their weights.
-        eager_error: the same of the eager that the bundle was held against.
-        same_function: names of the graphs that are one function in float64; none of a quantised bundle's are compared.
-        tensors: the tensors that make errors largest.
-        examined: how many tensors were looked at.
-        not_traced: backends whose own tensors could not be looked at, and why.
-        allowed: the relative error that quantising may cost; None where nothing is quantised.
+        error: the final relative error of eager at the bundle's precision, emulated; for a quantised bundle, the error
+            that rounding the inputs of products adds to that of their weights.
+        eager_error: the same for the eager that the bundle was checked against.
+        same_function: names of the graphs that are one function in float64; a quantised bundle's are not compared.
+        tensors: the tensors that amplify errors most.
+        examined: how many tensors were examined.
+        not_traced: backends whose own tensors could not be examined, and why.
+        allowed: the relative error that quantising may cost; None if nothing is quantised.
     """
 
     bundle: str
@@ -90,13 +92,13 @@ class Diagnosis(Record):
 
     @property
     def healthy(self) -> bool:
-        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding, or numbers
-        that are clipped at no more than quantising may cost."""
+        """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding, or clipping
+        whose error is within what quantising may cost."""
         return not self.failing and (self.finding.cause in COSTS or self._clips_little)
 
     @property
     def _clips_little(self) -> bool:
-        """The gate has real data alone, and within its ranges nothing is clipped; other cases may be far off."""
+        """The gate only sees real data, within whose ranges nothing is clipped; other cases may be far off."""
         if self.finding.cause != "clipping" or self.eager_error is None or self.allowed is None:
             return False
         return self.eager_error <= self.allowed
@@ -110,19 +112,19 @@ def diagnose(
     out: str | os.PathLike[str] | None = None,
     trusted: Trusted = None,
 ) -> Diagnosis:
-    """Say where a deployment first goes wrong, and why; of one that does not, what its precision costs most.
+    """Find where a deployment first goes wrong, and why; if nothing is wrong, what its precision costs most.
 
     Args:
-        bundle: its folder.
-        backends: to verify first, by default all that can run here.
-        case: to examine; by default the one that fails, or is nearest to its budget.
-        out: folder for the files that reproduce a wrong rewrite; by default `BUNDLE.diagnosis` beside the bundle.
-        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
+        bundle: the bundle, or its folder.
+        backends: backends to verify first, by default all that can run here.
+        case: the case to examine; by default the one that fails, or that is nearest to its budget.
+        out: folder for the files that reproduce a wrong rewrite; by default `BUNDLE.diagnosis` next to the bundle.
+        trusted: public key files, one of which must have signed the bundle, as in :func:`attnforge.load`.
 
     Raises:
-        BundleError: no whole, unaltered bundle is there.
+        BundleError: there is no complete, unaltered bundle.
         UnknownNameError: no such backend or case.
-        UnavailableError: an operator of the model is not computed in float64 here.
+        UnavailableError: an operator of the model cannot be computed in float64 here.
     """
     opened = open_bundle(bundle, trusted=trusted)
     with used(opened.path, "diagnosed"):
@@ -134,22 +136,22 @@ def _diagnosed(
 ) -> Diagnosis:
     manifest = opened.manifest
     report = verify(opened, backends)
-    chosen, why, place = _choose(manifest.cases, list(report.backends.values()), case)
+    chosen, why, position = _choose(manifest.cases, list(report.backends.values()), case)
     feeds = reference.make_inputs(chosen, manifest.inputs, stored_inputs(opened))
-    graphs = stages(opened, of_step=place is not None)
+    graphs = stages(opened, of_step=position is not None)
     canonical = next(stage.model for stage in graphs if stage.name == "canonical")
     is_quantised = manifest.quantised is not None
     try:
-        if place is not None:
-            feeds = behind(opened, feeds, place)
-        # Targets round what they quantise in places of their own, so graphs of one function differ where it is.
+        if position is not None:
+            feeds = step_inputs(opened, feeds, position)
+        # Targets round what they quantise at different points, so graphs of one function differ where it is quantised.
         parting = None if is_quantised else first_parting(graphs, feeds, manifest.attention)
-        # A quantised graph is traced beside the same with inputs of products not rounded, weights as stored in both.
+        # A quantised graph is compared with itself without rounding of products' inputs, both with stored weights.
         model = with_weights(canonical) if is_quantised else canonical
         traced = trace(model, feeds, exact_model=unrounded(model) if is_quantised else None)
     except NoDoublePath as error:
-        raise UnavailableError(f"{manifest.name} cannot be examined: {error} is not computed in float64") from error
-    tensors_of = tensors_on if place is None else step_tensors_on
+        raise UnavailableError(f"{manifest.name} cannot be examined: {error} cannot be computed in float64") from error
+    tensors_of = tensors_on if position is None else step_tensors_on
     on_backends, not_traced = _on_backends(opened, list(report.backends), traced, tensors_of)
     examination = Examination(
         bundle=opened,
@@ -158,8 +160,8 @@ def _diagnosed(
         trace=traced,
         failing=[name for name, of_backend in report.backends.items() if not of_backend.passed],
         on_backends=on_backends,
-        eager_error=_error_against(opened, chosen) if place is None else None,
-        export_error=_error_against(opened, chosen, traced) if place is None else None,
+        eager_error=_error_against(opened, chosen) if position is None else None,
+        export_error=_error_against(opened, chosen, traced) if position is None else None,
         folder=Path(out) if out is not None else opened.path.with_name(f"{opened.path.name}.diagnosis"),
         quantised=canonical if is_quantised else None,
     )
@@ -184,22 +186,23 @@ def _diagnosed(
 
 
 def allowed_of(quantised: Quantised) -> float:
-    """What quantising may cost: as it was asked for, or, where a metric decided, as many floors as precisions do."""
+    """The error that quantising may have: the one that was asked for or, if a metric decided, as many floors as for
+    precisions."""
     return quantised.max_error or FAR_OFF * precision_named("int8").floor
 
 
 class Choice(NamedTuple):
-    """What to examine.
+    """The subject of a diagnosis.
 
     Attributes:
-        case: of the bundle.
-        why: this one.
-        place: of the token whose step is examined; None where whole sequences are.
+        case: a case of the bundle.
+        why: why this one.
+        position: position of the token whose step is examined; None for whole sequences.
     """
 
     case: Case
     why: str
-    place: int | None = None
+    position: int | None = None
 
 
 def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> Choice:
@@ -224,30 +227,30 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
         return Choice(by_name[worst.case], f"it fails: {worst.reason}")
     worst = max(ordinary, key=lambda c: (c.overflowed, c.eager_error))
     if worst.overflowed:
-        return Choice(by_name[worst.case], f"eager overflows at {worst.overflowed} places")
-    return Choice(by_name[worst.case], f"nothing fails, and eager errs most here: {scientific(worst.eager_error)}")
+        return Choice(by_name[worst.case], f"eager overflows at {worst.overflowed} positions")
+    return Choice(by_name[worst.case], f"nothing fails, and eager's error is largest: {scientific(worst.eager_error)}")
 
 
 def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> Choice:
-    """The case to examine where a decoder fails step by step alone, and the step at which it is furthest off."""
+    """The case to examine if a decoder fails only step by step, and the step with the largest error."""
     worst = max(failing, key=lambda c: c.error / c.budget)
     case = by_name.get(worst.case) or by_name.get(reference.LARGEST) or next(iter(by_name.values()))
-    said, place = "", 1
+    where, position = "", 1
     if worst.worst is not None and len(worst.worst.index) > 1:
-        said = f" at token {worst.worst.index[1]} of sample {worst.worst.index[0]}"
-        place = max(worst.worst.index[1], place)
-    return Choice(case, f"the whole sequence is right, and {worst.where} fails{said}: {worst.reason}", place)
+        where = f" at token {worst.worst.index[1]} of sample {worst.worst.index[0]}"
+        position = max(worst.worst.index[1], position)
+    return Choice(case, f"the whole sequence is right, and {worst.where} fails{where}: {worst.reason}", position)
 
 
 def _error_against(bundle: Bundle, case: Case, traced: Trace | None = None) -> float | None:
-    """The largest relative error of an output of the eager that the bundle was held against, or of a traced graph in
-    float64; None where it is not finite."""
+    """The largest relative error of an output of the eager that the bundle was checked against, or of a traced graph in
+    float64; None if it is not finite."""
     stored = bundle.tensors(REFERENCE_OUTPUTS)
     errors = []
     for spec in bundle.manifest.outputs:
         got, truth = (stored[reference.key(case, spec.name, which)] for which in ("eager", "float64"))
         if traced is not None:
-            if spec.name not in traced.exact:  # of whole numbers
+            if spec.name not in traced.exact:  # an output of integers
                 continue
             got = reference.sampled(traced.exact[spec.name], case)
         defined = np.isfinite(truth)
@@ -260,13 +263,13 @@ def _error_against(bundle: Bundle, case: Case, traced: Trace | None = None) -> f
 def _on_backends(
     bundle: Bundle, backends: Sequence[str], traced: Trace, tensors_of: Callable[..., Tensors]
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """By backend the relative errors of its own tensors, and by backend why there are none."""
+    """The relative errors of each backend's own tensors, and why a backend has none."""
     errors: dict[str, dict[str, float]] = {}
     reasons: dict[str, str] = {}
     for backend in backends:
         try:
             tensors = tensors_of(bundle, backend, traced.feeds, list(traced.exact))
-        except Exception as error:  # a builder that takes no such outputs must not cost the rest of the diagnosis
+        except Exception as error:  # a builder that refuses such outputs must not cost the rest of the diagnosis
             reasons[backend] = first_line(error)
             continue
         errors[backend] = {
@@ -278,8 +281,8 @@ def _on_backends(
 
 
 def _telling(traced: Trace, blamed: str | None) -> list[TensorErrors]:
-    """The tensors that say most, in the order of the graph: the one that is to blame, the first where numbers are lost,
-    and those where errors are made larger."""
+    """The most informative tensors, in graph order: the one to blame, the first with lost numbers, and those that
+    amplify errors."""
     lost = [tensor for tensor in traced.tensors if tensor.lost][: SHOWN // 2]
     larger = sorted((t for t in traced.tensors if not t.lost), key=lambda t: t.error_in - t.explained)
     names = dict.fromkeys([blamed, *(tensor.name for tensor in [*lost, *larger])])

@@ -1,6 +1,6 @@
-"""What a diagnosis may find, and the finders that look for it.
+"""The possible findings of a diagnosis, and the finders that look for it.
 
-:data:`FINDERS` are asked in turn; the first that finds something is right, and the last always does.
+The :data:`FINDERS` run in order; the first that finds something decides, and the last always finds something.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 
 WORSE = 8.0
-"""How many times eager's error a backend's tensor, or an eager of another kind, must have to be wrong."""
+"""Factor by which the error of a backend's tensor, or of another eager, must exceed eager's to be wrong."""
 
 
 class Finding(Wrong):
-    """Where a deployment first goes wrong, and why.
+    """The first wrong step of a deployment, and its cause.
 
     Attributes:
-        cause: `export`: the graph is another function than the module; `rewrite`: a graph is another function than the
-            one that it was made from; else what the precision does:
-            `overflow`, `underflow`, `norm` (of the squares in a norm), `cancellation`, `softmax` (of scores so large
-            that their rounding decides), `conditioning` (of a function that is steep there),
-            `accumulation`, `clipping` (of numbers beyond a quantised range), `outlier channel` (that takes a range),
-            `operator` (an operator computes something else), `saturation` (of sums of 8-bit products, in a backend),
-            `reference` (what the bundle was held against is not this graph), or `rounding` or `quantisation`: nothing
-            but what the precision costs.
-        stage: the graph or the backend that it is in; `eager` for what the precision does to the model as written.
-        tensor, operator, module, line: where; None where it is not the doing of a single tensor.
+        cause: `export`: the graph is a different function from the module; `rewrite`: a graph is a different function
+            from the one that it was made from; otherwise an effect of the precision:
+            `overflow`, `underflow`, `norm` (in the squares of a norm), `cancellation`, `softmax` (scores so large that
+            their rounding decides), `conditioning` (a function that is steep there), `accumulation`, `clipping`
+            (numbers beyond a quantised range), `outlier channel` (one that takes up a range), `operator` (an operator
+            computes something else), `saturation` (sums of 8-bit products, in a backend), `reference` (the reference
+            that the bundle was checked against is not this graph), or `rounding` or `quantisation`: only the cost of
+            the precision.
+        stage: the graph or the backend that is wrong; `eager` for the effect of the precision on the model as written.
+        tensor, operator, module, line: where; None if no single tensor is responsible.
         evidence: the numbers that prove it.
-        error_without: the final error where this tensor alone is exact.
-        rule: of a rewrite, what was rewritten.
-        reproduction: files that show it.
+        error_without: the final error if this tensor alone is exact.
+        rule: for a rewrite, what was rewritten.
+        reproduction: files that reproduce it.
     """
 
     cause: Cause
@@ -57,19 +57,19 @@ class Finding(Wrong):
 
 @dataclass(frozen=True)
 class Examination:
-    """What the finders look at: one case of a bundle, run in every way.
+    """The input of the finders: one case of a bundle, run in every way.
 
     Attributes:
         bundle: the bundle.
         feeds: inputs of the case by name.
-        parting: where two graphs of the bundle part in float64; None where all are one function.
+        parting: where two graphs of the bundle diverge in float64; None if all are one function.
         trace: the canonical graph, tensor by tensor.
         failing: names of the backends that fail verification.
-        on_backends: by backend the relative errors of its own tensors.
-        eager_error: the error of the eager that the bundle was held against; None where eager is not finite.
-        export_error: the same of the canonical graph in float64, which is an error of the export.
-        folder: for files that reproduce a finding.
-        quantised: the canonical graph with weights as they are stored; None where nothing is quantised.
+        on_backends: the relative errors of each backend's own tensors, by backend.
+        eager_error: the error of the eager that the bundle was checked against; None if eager is not finite.
+        export_error: the same for the canonical graph in float64, which is an error of the export.
+        folder: folder for files that reproduce a finding.
+        quantised: the canonical graph with weights as they are stored; None if nothing is quantised.
     """
 
     bundle: Bundle
@@ -85,7 +85,7 @@ class Examination:
 
     @cached_property
     def blame(self) -> Blame:
-        """What the precision does to the model as written."""
+        """The effect of the precision on the model as written."""
         if (quantised := self.bundle.manifest.quantised) is not None:
             return out_of_range(self.trace) or blame_step(self.trace, quantised)
         return blame(self.trace)
@@ -97,13 +97,13 @@ def first_finding(examination: Examination) -> Finding:
 
 
 def _recorded(examination: Examination) -> Finding | None:
-    """What the deploy found to be wrong with the export, which had the module."""
+    """The problem of the export that the deploy, which had the module, found."""
     wrong = examination.bundle.manifest.wrong
     return Finding.model_validate(wrong.model_dump()) if wrong is not None and wrong.cause == "export" else None
 
 
 def _wrong_rewrite(examination: Examination) -> Finding | None:
-    """A graph that is not the function that it was made from."""
+    """A graph that differs from the function that it was made from."""
     parting = examination.parting
     if parting is None:
         return None
@@ -112,7 +112,7 @@ def _wrong_rewrite(examination: Examination) -> Finding | None:
         cause="rewrite",
         stage=parting.after.name,
         evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {scientific(parting.difference)} "
-        f"off the {parting.before.name} graph's, of the same inputs: {parting.rule}",
+        f"off the {parting.before.name} graph's, for the same inputs: {parting.rule}",
         tensor=parting.tensor,
         operator=node.op_type if node is not None else None,
         module=parting.module,
@@ -122,7 +122,7 @@ def _wrong_rewrite(examination: Examination) -> Finding | None:
 
 
 def _wrong_backend(examination: Examination) -> Finding | None:
-    """The first tensor that a failing backend computes much worse than eager at the bundle's precision does."""
+    """The first tensor whose error on a failing backend is much larger than that of eager at the bundle's precision."""
     manifest = examination.bundle.manifest
     precision, quantised = precision_named(manifest.precision), manifest.quantised
     for backend in examination.failing:
@@ -135,10 +135,10 @@ def _wrong_backend(examination: Examination) -> Finding | None:
             if errors.get(tensor.name, 0.0) <= max(WORSE * tensor.error, WORSE * precision.unit):
                 continue
             low = stored_low(examination.bundle, backend, tensor.name)
-            stored = f"; on its way it is stored in {low.lower()}" if low is not None and not precision.is_low else ""
+            stored = f"; before that it is stored in {low.lower()}" if low is not None and not precision.is_low else ""
             rounds = backend == OPENVINO and quantised is not None and bool(quantised.scores)
             graphs = (
-                "and its graph rounds queries and keys" if rounds else "though the graphs are one function in float64"
+                "and its graph rounds queries and keys" if rounds else "although the graphs are one function in float64"
             )
             evidence = (
                 f"{backend} computes {tensor.name} {scientific(errors[tensor.name])} off float64, where eager at "
@@ -149,12 +149,12 @@ def _wrong_backend(examination: Examination) -> Finding | None:
 
 
 def _precision(examination: Examination) -> Finding | None:
-    """What the precision does to the model, where that is more than rounding."""
+    """The effect of the precision on the model, if that is more than rounding."""
     return _of_blame(examination.blame) if examination.blame.cause not in COSTS else None
 
 
 def _wrong_export(examination: Examination) -> Finding | None:
-    """A graph that in float64 is not the function of its module."""
+    """A graph that differs from its module's function in float64."""
     manifest, error, eager = examination.bundle.manifest, examination.export_error, examination.eager_error
     if error is None or eager is None or manifest.quantised is not None:
         return None
@@ -164,8 +164,8 @@ def _wrong_export(examination: Examination) -> Finding | None:
         cause="export",
         stage="canonical",
         evidence=f"in float64, the exported graph is {scientific(error)} off {manifest.reference}, where eager at "
-        f"{manifest.precision} is {scientific(eager)} off: the exporter wrote another function; deploy the model again "
-        "to be told where",
+        f"{manifest.precision} is {scientific(eager)} off: the exporter wrote a different function; deploy the model "
+        "again to find out where",
     )
 
 
@@ -174,22 +174,22 @@ def _wrong_reference(examination: Examination) -> Finding | None:
 
 
 def another_reference(error: float, eager_error: float | None, manifest: Manifest) -> Finding | None:
-    """That the eager which the bundle was held against errs as its graph cannot.
+    """A finding if the eager that the bundle was checked against has an error that its graph cannot have.
 
     Args:
         error: relative error of the graph at the bundle's precision.
-        eager_error: the same of the eager that the bundle was held against; None where it is not known.
-        manifest: of the bundle.
+        eager_error: the same for the eager that the bundle was checked against; None if it is not known.
+        manifest: the bundle's manifest.
     """
     floor = precision_named(manifest.precision).floor
-    is_of_parts = manifest.mixed is not None or manifest.quantised is not None  # whose graph has no single precision
+    is_of_parts = manifest.mixed is not None or manifest.quantised is not None  # the graph has no single precision
     if eager_error is None or is_of_parts or eager_error <= max(WORSE * error, floor):
         return None
     return Finding(
         cause="reference",
         stage="eager",
         evidence=f"the exported graph is {scientific(error)} off its float64 at {manifest.precision}, and "
-        f"{manifest.reference} was {scientific(eager_error)} off its own: one of these two computes something else, so "
+        f"{manifest.reference} was {scientific(eager_error)} off its own: one of the two computes something else, so "
         "budgets are too wide",
     )
 
@@ -219,7 +219,7 @@ def _at(tensor: TensorErrors, cause: Cause, stage: str, evidence: str, error_wit
 
 
 def finite(number: float | None) -> float | None:
-    """A finite number, else None, which JSON can hold."""
+    """A finite number, or else None, which JSON can represent."""
     return None if number is None or not np.isfinite(number) else float(number)
 
 
@@ -228,4 +228,4 @@ Finder = Callable[[Examination], Finding | None]
 FINDERS: tuple[Finder, ...] = (
     _recorded, _wrong_rewrite, _wrong_backend, _precision, _wrong_export, _wrong_reference, _rounding,
 )  # fmt: skip
-"""Asked in this order."""
+"""Run in this order."""

@@ -1,7 +1,7 @@
-"""What quantising does to a model, step by step: which rounding to few bits costs the outputs most, and why.
+"""The effect of quantising on a model, step by step: which low-bit rounding costs the outputs most, and why.
 
-A step is a Q/DQ of a computed tensor: the input of products, or query, key or value of attention in fp8. Weights are in
-few bits on both sides, for a bundle holds no others: what they cost is the rest of the error.
+A step is a Q/DQ of a computed tensor: the input of products, or query, key or value of fp8 attention. Weights are
+low-bit in both graphs, because a bundle has no others; their cost is the rest of the error.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ from attnforge.numbers import scientific
 INT8 = ir.DataType.INT8
 
 FEW = 16
-"""Channels of an input of which one at most is an outlier."""
+"""An input must have this many channels per outlier channel."""
 
 OUTLIER = 4.0
-"""How many times as large as all others a channel is that takes the range."""
+"""Ratio to all other channels from which a channel takes up the range."""
 
 LISTED = 4
-"""Channels that are named."""
+"""Maximum number of channels that are named."""
 
 SATURATES = 2**15
-"""What two neighbouring products of 8 bits add up to at most where processors have no VNNI."""
+"""Limit of the sum of two neighbouring 8-bit products on processors without VNNI."""
 
 MUCH = 4.0
-"""How many times the graph's own error saturated sums have to err to be told from it."""
+"""Minimum ratio of the error of saturated sums to the graph's own error, to distinguish the two."""
 
 ALIKE = 0.25
-"""How much the error of a backend's tensor may differ from that of saturated sums, relatively, to be of these."""
+"""Maximum relative difference between the error of a backend's tensor and that of saturated sums, to be attributed to
+these."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A rounding of a computed tensor to few bits.
+    """A low-bit rounding of a computed tensor.
 
     Attributes:
-        tensor: what comes out of it, by name.
-        source: what goes in, by name.
-        scale: of all its numbers.
-        least, most: its numbers in few bits.
-        module: that the first product with it belongs to.
+        tensor: name of its output.
+        source: name of its input.
+        scale: scale of all its numbers.
+        least, most: range of its low-bit numbers.
+        module: module of the first product that reads it.
         users: names of the nodes that read it.
         is_input: whether it is the input of products, whose last dim is channels.
     """
@@ -69,7 +70,7 @@ class Step:
 
 
 def with_weights(model: ir.Model) -> ir.Model:
-    """A copy of a quantised graph whose weights and tables are dequantised, so that steps are the only Q/DQ."""
+    """A copy of a quantised graph whose weights and tables are dequantised, so that only steps have Q/DQ."""
     copy = model.clone()
     stored = [node for node in copy.graph if _is_of_weights(node)]
     names = [str(node.outputs[0].name) for node in stored]
@@ -88,35 +89,35 @@ def _is_of_weights(node: ir.Node) -> bool:
 
 
 def unrounded(model: ir.Model, tensors: Sequence[str] | None = None) -> ir.Model:
-    """A copy of a graph whose steps round nothing: all of them, or those that make `tensors`."""
+    """A copy of a graph whose steps do not round: all of them, or those that compute `tensors`."""
     copy = model.clone()
     for node, quantise in _pairs(copy):
         if tensors is not None and node.outputs[0].name not in tensors:
             continue
         name, source = str(node.outputs[0].name), quantise.inputs[0]
         assert source is not None
-        passed = ir.node("Identity", [source], name=f"{node.name}/unrounded")
-        copy.graph.insert_before(node, passed)
+        identity = ir.node("Identity", [source], name=f"{node.name}/unrounded")
+        copy.graph.insert_before(node, identity)
         node.outputs[0].name = f"{name}/rounded"
-        like(passed.outputs[0], node.outputs[0]).name = name
-        ir.convenience.replace_all_uses_with(node.outputs[0], passed.outputs[0])
+        like(identity.outputs[0], node.outputs[0]).name = name
+        ir.convenience.replace_all_uses_with(node.outputs[0], identity.outputs[0])
     RemoveUnusedNodesPass()(copy)
     return copy
 
 
 def _pairs(model: ir.Model) -> list[tuple[ir.Node, ir.Node]]:
     """Every DequantizeLinear of a computed tensor, with its QuantizeLinear."""
-    found = []
+    pairs = []
     for node in model.graph:
         narrow = node.inputs[0] if node.op_type == "DequantizeLinear" and node.domain == "" else None
         quantise = narrow.producer() if narrow is not None else None
         if quantise is not None and quantise.op_type == "QuantizeLinear":
-            found.append((node, quantise))
-    return found
+            pairs.append((node, quantise))
+    return pairs
 
 
 def steps_of(model: ir.Model) -> list[Step]:
-    """The steps of a graph that :func:`with_weights` made, in its order."""
+    """The steps of a graph that :func:`with_weights` made, in graph order."""
     steps = []
     for node, quantise in _pairs(model):
         source, scale = quantise.inputs[:2]
@@ -141,10 +142,10 @@ def _has_weight(node: ir.Node) -> bool:
 
 
 def blame_step(trace: Trace, quantised: Quantised) -> Blame:
-    """The step whose rounding costs the outputs most, and why; or that no single one is to blame.
+    """The step whose rounding costs the outputs most, and why; or a blame of no single step.
 
     Args:
-        trace: of the quantised graph, whose float64 rounds nothing.
+        trace: trace of the quantised graph, whose float64 does not round.
         quantised: the manifest's record.
     """
     by_name = {tensor.name: tensor for tensor in trace.tensors}
@@ -156,8 +157,8 @@ def blame_step(trace: Trace, quantised: Quantised) -> Blame:
     if costliest is None:
         return Blame(None, "quantisation", f"no input of a product is rounded; {worst}")
     tensor, left = by_name[costliest.tensor], without[costliest.tensor]
-    few_bits: tuple[Cause, str] = ("quantisation", f"rounding it errs by {scientific(tensor.own)}")
-    cause, why = why_costly(costliest, trace.stored[costliest.source]) or few_bits
+    only_rounding: tuple[Cause, str] = ("quantisation", f"rounding it has an error of {scientific(tensor.own)}")
+    cause, why = why_costly(costliest, trace.stored[costliest.source]) or only_rounding
     module = _modules(costliest, quantised)
     evidence = (
         f"{why}. Rounding inputs costs the outputs {scientific(trace.error)}, and {scientific(left)} without that of "
@@ -169,7 +170,7 @@ def blame_step(trace: Trace, quantised: Quantised) -> Blame:
 
 
 def _modules(step: Step, quantised: Quantised) -> str:
-    """The modules whose products read a step."""
+    """The modules whose products read a step's output."""
     by_product = {f"{product.name}/{quantised.type}": product.module for product in quantised.products}
     modules = dict.fromkeys(by_product[user] for user in step.users if user in by_product)
     return ", ".join([*modules][:LISTED]) + (", …" if len(modules) > LISTED else "") if modules else step.module
@@ -179,11 +180,13 @@ def _worst_product(quantised: Quantised) -> str:
     worst = max(quantised.products, key=lambda product: product.error, default=None)
     if worst is None:
         return "no product is quantised"
-    return f"{worst.module} errs most by itself, weights and input together: {scientific(worst.error)} ({worst.name})"
+    return (
+        f"{worst.module} has the largest error by itself, weights and input: {scientific(worst.error)} ({worst.name})"
+    )
 
 
 def error_without(trace: Trace, tensor: str) -> float:
-    """The error of the outputs where one step rounds nothing."""
+    """The error of the outputs if one step does not round."""
     results = as_it_is(unrounded(trace.model, [tensor]), trace.outputs)(trace.feeds)
     return max(error_of(results[output], trace.exact[output]) for output in trace.outputs)
 
@@ -192,17 +195,17 @@ def error_without(trace: Trace, tensor: str) -> float:
 
 
 def why_costly(step: Step, source: Array) -> tuple[Cause, str] | None:
-    """Why a step costs what it does; None where nothing is wrong but that it has few bits.
+    """Why a step costs what it does; None if it is only the rounding.
 
     Args:
         step: the step.
-        source: (…, channels) what it rounds.
+        source: `(…, channels)`, its input.
     """
     return _clipped(step, source) or _outliers(step, source)
 
 
 def rounded(step: Step, source: Array, scale: float | Array) -> Array:
-    """What a step would leave of numbers with some scale."""
+    """Numbers after a step's rounding with a given scale."""
     numbers = np.clip(source / scale, step.least, step.most)
     if step.most == 127:
         return np.rint(numbers) * scale
@@ -210,10 +213,10 @@ def rounded(step: Step, source: Array, scale: float | Array) -> Array:
 
 
 def _clipped(step: Step, source: Array) -> tuple[Cause, str] | None:
-    """That most of the error is of numbers that the range does not hold."""
+    """Clipping, if most of the error comes from numbers beyond the range."""
     numbers = source[np.isfinite(source)]
     limit = step.scale * step.most
-    beyond = np.abs(numbers) > limit * (1 + 1 / 256)  # by token a number may be a rounding beyond
+    beyond = np.abs(numbers) > limit * (1 + 1 / 256)  # by token, a number may exceed it by a rounding
     lost = float(np.square(np.abs(numbers[beyond]) - limit).sum())
     total = float(np.square(rounded(step, numbers, step.scale) - numbers).sum())
     if lost <= HALVED * total or not beyond.any():
@@ -221,13 +224,13 @@ def _clipped(step: Step, source: Array) -> tuple[Cause, str] | None:
     return "clipping", (
         f"{beyond.mean():.2%} of the numbers of {step.source} are beyond its range of ±{limit:.3g}, up to "
         f"{np.abs(numbers).max():.3g}, and clipped, which is {lost / total:.0%} of the squared error there; calibrate "
-        "with data such as this, or leave ranges to each token"
+        "with data like this, or quantise by token"
     )
 
 
 def _outliers(step: Step, source: Array) -> tuple[Cause, str] | None:
-    """That few channels take the range, and the others would be rounded to far less without them."""
-    if not step.is_input or step.most != 127:  # steps of floating-point numbers are as fine for small ones
+    """Outlier channels, if a few take up the range and the others would have a far smaller error without them."""
+    if not step.is_input or step.most != 127:  # floating-point steps are as fine for small numbers
         return None
     rows = source.reshape(-1, source.shape[-1])
     rows = rows[np.isfinite(rows).all(axis=-1)]
@@ -243,17 +246,18 @@ def _outliers(step: Step, source: Array) -> tuple[Cause, str] | None:
     rest = rows[:, others]
     if not peaks[others].any():
         return None
-    own_range = peaks[others].max() / step.most
-    error, alone = (float(np.linalg.norm(rounded(step, rest, scale) - rest)) for scale in (step.scale, own_range))
+    range_of_rest = peaks[others].max() / step.most
+    error, alone = (float(np.linalg.norm(rounded(step, rest, scale) - rest)) for scale in (step.scale, range_of_rest))
     if alone > HALVED * error:
         return None
     channels = sorted(int(channel) for channel in order[:count])
     named = ", ".join(map(str, channels[:LISTED])) + (", …" if count > LISTED else "")
-    which, verb = ("channel", "takes") if count == 1 else ("channels", "take")
+    noun, verb = ("channel", "takes") if count == 1 else ("channels", "take")
     return "outlier channel", (
-        f"{which} {named} of {step.source} {verb} the range: {peaks[order[0]]:.3g} at most, where all others are "
-        f"{peaks[others].max():.3g} at most, and so have {peaks[others].max() / step.scale:.0f} steps a side; with a "
-        f"range of their own they would err {error / alone:.0f} times less. Real data lets channels be balanced"
+        f"{noun} {named} of {step.source} {verb} up the range: at most {peaks[order[0]]:.3g}, where all others are at "
+        f"most {peaks[others].max():.3g}, and so have {peaks[others].max() / step.scale:.0f} steps on each side; "
+        f"with a range of their own their error would be {error / alone:.0f} times smaller. Real data allows balancing "
+        "channels"
     )
 
 
@@ -261,11 +265,11 @@ def _outliers(step: Step, source: Array) -> tuple[Cause, str] | None:
 
 
 def saturated_product(between: Between, inputs: Array) -> Array | None:
-    """An 8-bit product whose neighbouring pairs are added in 16 bits, dequantised; None where that changes nothing.
+    """An 8-bit product whose neighbouring pairs are added in 16 bits, dequantised; None if that changes nothing.
 
     Args:
-        between: the product, in a graph whose weights are as they are stored.
-        inputs: (…, channels) float, what its input is quantised from.
+        between: the product, in a graph with weights as they are stored.
+        inputs: `(…, channels)`, float, the numbers before its input is quantised.
     """
     if between.quantise is None or between.stored.dtype != INT8 or between.stored.const_value is None:
         return None
@@ -277,14 +281,14 @@ def saturated_product(between: Between, inputs: Array) -> Array | None:
     if len(weight) % 2:
         numbers, weight = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, 1)]), np.pad(weight, [(0, 1), (0, 0)])
     total = np.zeros((*numbers.shape[:-1], weight.shape[1]), np.int64)
-    is_other = False
+    saturates = False
     for i in range(0, len(weight), 2):
         pair = numbers[..., i : i + 2] @ weight[i : i + 2]
         kept = np.clip(pair, -SATURATES, SATURATES - 1)
-        is_other |= bool((kept != pair).any())
+        saturates |= bool((kept != pair).any())
         total += kept
     total -= 128 * weight.sum(axis=0)
-    return total * (step * scales) if is_other else None
+    return total * (step * scales) if saturates else None
 
 
 def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float]) -> tuple[TensorErrors, str] | None:
@@ -292,8 +296,8 @@ def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float])
 
     Args:
         canonical: the quantised graph, with weights as they are stored.
-        trace: of it.
-        errors: of the backend's tensors, relative to float64.
+        trace: its trace.
+        errors: errors of the backend's tensors, relative to float64.
     """
     for between in products_between(canonical):
         source = between.quantise.inputs[0] if between.quantise is not None else None
@@ -309,13 +313,13 @@ def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float])
             return tensor, (
                 f"{name} {scientific(errors[name])} off float64, where the graph is {scientific(tensor.error)} off, "
                 f"and sums of pairs that saturate at 16 bits would be {scientific(expected)} off: so the backend adds "
-                "8-bit products, as processors without VNNI do"
+                "8-bit products as processors without VNNI do"
             )
     return None
 
 
 def _with_bias(node: ir.Node, product: Array) -> tuple[str, Array]:
-    """The tensor that backends have of a product: with the bias, where one is added to it."""
+    """The tensor that backends compute for a product: with the bias, if one is added to it."""
     uses = list(node.outputs[0].uses())
     if len(uses) == 1 and uses[0].node.op_type == "Add":
         add = uses[0].node

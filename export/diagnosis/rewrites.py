@@ -1,8 +1,8 @@
-"""Whether two graphs of one bundle are one function in float64, and if not, where they part.
+"""Whether two graphs of one bundle are one function in float64, and if not, where they diverge.
 
-The deployed graph is the plain graph rewritten twice, and float64 leaves no rounding to hide behind: where the
-canonical graph gives other numbers than the plain graph, or a lowered graph other numbers than the canonical graph, a
-rewrite is wrong or weights were altered. The tensors that both graphs have by name show which.
+The deployed graph is the plain graph rewritten twice, and float64 leaves no rounding that could hide a fault: if the
+canonical graph gives different numbers from the plain graph, or a lowered graph from the canonical graph, a rewrite is
+wrong or weights were altered. The tensors that both graphs have by name show which.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, retype
 
 SAME = 1e-7
-"""Relative difference in float64 up to which two graphs are one function; operators that are written out for want of a
-double kernel are exact to far less."""
+"""Relative difference in float64 up to which two graphs are one function; operators that are decomposed because they
+have no double kernel are exact to far less."""
 
 SAME_IN_FP32 = 1e-3
-"""The same where a graph has an operator that is computed in fp32 alone."""
+"""The same if a graph has an operator that can only be computed in fp32."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two graphs part.
+    """A region in which two graphs diverge.
 
     Attributes:
         before, after: the stages.
-        tensor: the first tensor, in the order of the later graph, that differs though its ancestors do not.
+        tensor: the first tensor, in the order of the later graph, that differs although its ancestors do not.
         module: the module that the tensor belongs to.
         rule: what was rewritten there, or which weights were altered.
         difference: the relative difference of the tensor.
-        inputs: names of the tensors that do not differ, from which it is computed.
+        inputs: names of the tensors that agree, from which it is computed.
     """
 
     before: Stage
@@ -58,9 +58,9 @@ def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certifica
     """The first pair of stages, plain and canonical or canonical and lowered, that are not one function.
 
     Args:
-        stages: as :func:`~attnforge.export.diagnosis.stages.stages` gives them.
+        stages: the stages from :func:`~attnforge.export.diagnosis.stages.stages`.
         feeds: inputs by name, on which the stages are compared.
-        certificate: tells what was rewritten at each site.
+        certificate: says what was rewritten at each site.
     """
     canonical = next(stage for stage in stages if stage.name == "canonical")
     pairs = [(stage, canonical) for stage in stages if stage.name == "plain"]
@@ -73,7 +73,7 @@ def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certifica
 
 def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:
     outputs = [str(v.name) for v in after.model.graph.outputs]
-    # A type's least number stands for minus infinity in one idiom's mask, and is a number to add in another's.
+    # A type's least number stands for minus infinity in one idiom's mask, and is an ordinary number in another's.
     for stands_for_infinity in (False, True):
         differences, same = _differences(before.model, after.model, outputs, feeds, stands_for_infinity)
         if all(difference <= same for difference in differences.values()):
@@ -97,7 +97,7 @@ def _differences(
     feeds: Mapping[str, Array],
     stands_for_infinity: bool = False,
 ) -> tuple[dict[str, float], float]:
-    """The relative differences of some tensors, and up to which they count as none."""
+    """The relative differences of some tensors, and the limit up to which they count as equal."""
     try:
         runs = [in_float64(model, names, least_stays_least=stands_for_infinity) for model in (before, after)]
         same = SAME
@@ -108,7 +108,7 @@ def _differences(
 
 
 def _difference(got: Array, wanted: Array) -> float:
-    """The relative difference; infinite where shapes or places of what is not finite differ."""
+    """The relative difference; infinite if shapes or positions of non-finite numbers differ."""
     if got.shape != wanted.shape:
         return np.inf
     lost = ~np.isfinite(wanted)
@@ -116,7 +116,8 @@ def _difference(got: Array, wanted: Array) -> float:
 
 
 def region_of(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Node], tuple[str, ...]]:
-    """The nodes between the tensors `agreed` and `tensor`, in order, and names of the tensors at which they begin."""
+    """The nodes between the tensors `agreed` and `tensor`, in order, and the names of the tensors at which they
+    begin."""
     values = values_of(model)
     region: set[ir.Node] = set()
     inputs: dict[str, None] = {}
@@ -134,24 +135,24 @@ def region_of(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.N
 
 
 def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> str | None:
-    """How the weights of a region differ from those that the graph before has by the same name."""
+    """The difference between the weights of a region and those with the same name in the graph before."""
     for node in region:
         for value in node.inputs:
-            held = before.graph.initializers.get(str(value.name)) if value is not None else None
-            if value is None or held is None or value.const_value is None or held.const_value is None:
+            original = before.graph.initializers.get(str(value.name)) if value is not None else None
+            if value is None or original is None or value.const_value is None or original.const_value is None:
                 continue
-            now, was = (tensor.numpy().astype(np.float64) for tensor in (value.const_value, held.const_value))
+            now, was = (tensor.numpy().astype(np.float64) for tensor in (value.const_value, original.const_value))
             if now.shape != was.shape:
                 return f"the weights {value.name} are {list(now.shape)}, and were {list(was.shape)}"
             differ = np.flatnonzero(~((now == was) | (np.isnan(now) & np.isnan(was))))
             if differ.size:
-                at = [int(i) for i in np.unravel_index(differ[0], now.shape)]
-                return f"the weights {value.name} differ at {differ.size} of {now.size} places, first at {at}"
+                first = [int(i) for i in np.unravel_index(differ[0], now.shape)]
+                return f"the weights {value.name} differ at {differ.size} of {now.size} positions, first at {first}"
     return None
 
 
 def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: Certificate) -> str:
-    """What was rewritten in a region."""
+    """A description of the rewrite in a region."""
     for detail in certificate.details:
         if any((node.name or "").startswith(f"{detail.site}/") for node in region):
             if after.name == "canonical":
@@ -170,13 +171,13 @@ def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: C
 
 
 def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Path) -> list[Path]:
-    """Write what is needed to see the fault: `after.onnx`, the piece that is wrong; `before.onnx`, the same piece
-    before it was rewritten; and `inputs.npz`, the inputs of both.
+    """Write files that reproduce the fault: `after.onnx`, the part that is wrong; `before.onnx`, the same part before
+    it was rewritten; and `inputs.npz`, the inputs of both.
 
     Args:
-        parting: what to show.
+        parting: what to reproduce.
         feeds: inputs of the model by name, for which the fault shows.
-        folder: is created.
+        folder: created if needed.
 
     Returns:
         the three files.
@@ -205,7 +206,7 @@ def _inputs(model: ir.Model) -> list[str]:
 
 
 def _of_one_type(before: ir.Model, after: ir.Model) -> None:
-    """Both pieces in fp32 where one is, so that they take the same inputs."""
+    """Convert both parts to fp32 if one is, so that they take the same inputs."""
     types = [{v.dtype for v in model.graph.inputs} for model in (before, after)]
     if types[0] != types[1]:
         for model in (before, after):
@@ -213,7 +214,7 @@ def _of_one_type(before: ir.Model, after: ir.Model) -> None:
 
 
 def _tensors(model: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]) -> Tensors:
-    """Inputs and computed tensors by name, those in float64."""
+    """Inputs and computed tensors by name, the latter in float64."""
     wanted = [name for name in names if name not in feeds]
     results = in_float64(model, wanted)(feeds) if wanted else {}
     return {name: feeds[name] if name in feeds else results[name] for name in names}

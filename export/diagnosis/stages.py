@@ -25,8 +25,8 @@ class Stage:
 
     Attributes:
         name: `plain`, as it was exported; `canonical`; or the target that it was lowered for.
-        model: at its own types. The attention of the canonical graph is written out as products around a softmax,
-            because the operator itself leaves open what its metadata says.
+        model: at its own types. The attention of the canonical graph is decomposed into products around a softmax,
+            because the operator itself does not determine everything that its metadata says.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Stage:
 
 
 def stages(bundle: Bundle, *, of_step: bool = False) -> list[Stage]:
-    """The graphs of a bundle: plain where the bundle has it, canonical, and each graph that is lowered from it.
+    """The graphs of a bundle: plain if the bundle has it, canonical, and each graph that is lowered from it.
 
     Args:
         bundle: the bundle.
-        of_step: whether graphs of a decoder's step keep their caches, and the plain graph, which has none, is left out.
+        of_step: keep the caches in graphs of a decoder step, and leave out the plain graph, which has none.
     """
     graph_of = load_graph if of_step else whole_graph
     canonical = graph_of(bundle, CANONICAL)
@@ -59,11 +59,11 @@ def sites_of(certificate: Certificate) -> list[Site]:
 
 
 def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
-    """A copy of the canonical graph whose attention is products around a softmax, so that the scores are in sight.
+    """A copy of the canonical graph with attention decomposed into products around a softmax, which exposes the scores.
 
     Args:
-        canonical: is not touched.
-        sites: its attention.
+        canonical: not modified.
+        sites: its attention sites.
     """
     model = canonical.clone()
     for site, attention in attentions(model, sites):
@@ -74,7 +74,7 @@ def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
 
 
 def scores_of(softmax: ir.Node) -> list[ir.Value]:
-    """The scores of attention written out as products, from the input of the softmax back to the product."""
+    """The scores of decomposed attention, from the input of the softmax back to the product."""
     scores: list[ir.Value] = []
     value = softmax.inputs[0]
     while value is not None and (node := value.producer()) is not None:
@@ -86,7 +86,7 @@ def scores_of(softmax: ir.Node) -> list[ir.Value]:
 
 
 def module_of(node: ir.Node) -> str:
-    """Qualified name of the module that a node stands in, from the exporter's metadata; the site for a node that a
+    """Qualified name of the module that a node belongs to, from the exporter's metadata; the site for a node that a
     lowering wrote; the node's own name in a graph without metadata."""
     scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
     if len(scopes) > 1:
@@ -104,6 +104,6 @@ def line_of(node: ir.Node) -> str | None:
     frames = list(_FRAME.finditer(node.metadata_props.get("pkg.torch.onnx.stack_trace", "")))
     if not frames:
         return None
-    own = [frame for frame in frames if "/torch/" not in frame["file"].replace("\\", "/")]
-    last = (own or frames)[-1]
+    authors = [frame for frame in frames if "/torch/" not in frame["file"].replace("\\", "/")]
+    last = (authors or frames)[-1]
     return f"{PurePath(last['file']).name}:{last['line']}: {last['code'].strip()}"

@@ -1,4 +1,4 @@
-"""A decoder's step behind a past, as diagnosis examines it where steps alone are wrong."""
+"""A decoder step after a past, as diagnosis examines it if only steps are wrong."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from attnforge.export.graphs.execute import in_float64
 from attnforge.export.graphs.saving import load_graph
 
 
-def behind(bundle: Bundle, feeds: Mapping[str, Array], place: int) -> dict[str, Array]:
-    """Inputs of a step of one token, with caches as they are in float64.
+def step_inputs(bundle: Bundle, feeds: Mapping[str, Array], position: int) -> dict[str, Array]:
+    """Inputs of a step of one token, with the caches computed in float64.
 
     Args:
-        bundle: with a cache.
+        bundle: a bundle with a cache.
         feeds: the model's inputs by name, whole sequences.
-        place: of the first sample's token, or of the last one where there are fewer. Every further sample is at an
-            earlier place, as far as there are such, so that samples that are mixed up show.
+        position: position of the first sample's token, limited to the last one. Every further sample is one position
+            earlier, as far as possible, so that mixed-up samples show.
 
     Raises:
-        NoDoublePath: an operator of the model is not computed in float64.
+        NoDoublePath: an operator of the model cannot be computed in float64.
     """
     decoding, tokens = bundle.manifest.decoding, feeds[bundle.manifest.graph_inputs[0].name]
     assert decoding is not None
-    place = min(place, tokens.shape[1] - 1)
-    pasts = np.maximum(place - np.arange(len(tokens)), 0)
+    position = min(position, tokens.shape[1] - 1)
+    pasts = np.maximum(position - np.arange(len(tokens)), 0)
     caches = {
         spec.name: np.zeros((len(tokens), *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
         for spec in decoding.tensors
     }
-    if place:
+    if position:
         run = in_float64(load_graph(bundle, CANONICAL), [f"{name}{NEXT}" for name in caches])
         nothing = np.zeros(len(tokens), np.int64)
-        filled = run({decoding.tokens: tokens[:, :place], decoding.past: nothing, **caches})
+        filled = run({decoding.tokens: tokens[:, :position], decoding.past: nothing, **caches})
         for name, cache in caches.items():
             for sample, past in enumerate(pasts):
                 cache[sample, :, :past] = filled[f"{name}{NEXT}"][sample, :, :past]

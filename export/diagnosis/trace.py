@@ -1,6 +1,6 @@
 """The error of every tensor of a graph, and how much of it the inputs of the operator explain.
 
-For a tensor `y = f(x)`: `y` is what is stored at the graph's own precision, `y₆₄` the same where everything is float64,
+For a tensor `y = f(x)`: `y` is what is stored at the graph's own precision, `y₆₄` the same with everything in float64,
 and `f₆₄(x)` the operator in float64 on its inputs as they are stored. The error is `‖y − y₆₄‖ / ‖y₆₄‖`. The inputs
 explain `‖f₆₄(x) − y₆₄‖`, which divided by the error of the inputs is the amplification; the operator's own part is
 `‖y − f₆₄(x)‖`.
@@ -23,17 +23,17 @@ from attnforge.runtime.parity.budget import relative_error
 
 @dataclass(frozen=True)
 class TensorErrors:
-    """A tensor and its errors, relative to its norm in float64, over its numbers that are finite there.
+    """A tensor and its errors, relative to its norm in float64, over the elements that are finite there.
 
     Attributes:
         name: name of the tensor.
         node: the node that computes it.
         largest: the largest magnitude in float64.
-        limit: the largest magnitude that its type holds.
+        limit: the largest magnitude that its type can represent.
         unit: the unit roundoff of its type.
-        lost: how many numbers are not finite where those of float64 are.
-        zeroed: share of the numbers that are zero where they are not in float64 on the same inputs.
-        error: the error of what is stored; infinite where numbers are lost.
+        lost: how many elements are not finite although those of float64 are.
+        zeroed: share of the elements that are zero although they are not in float64 on the same inputs.
+        error: the error of what is stored; infinite if elements are lost.
         error_in: the largest error of an input.
         explained: the part of the error that the inputs explain.
         own: the part that the operator and the rounding of its result add.
@@ -53,7 +53,7 @@ class TensorErrors:
 
     @property
     def amplification(self) -> float:
-        """The factor by which the operator makes the error of its inputs larger."""
+        """The factor by which the operator amplifies the error of its inputs."""
         return self.explained / self.error_in if self.error_in > 0 else 0.0
 
 
@@ -64,11 +64,11 @@ class Trace:
     Attributes:
         model: the graph.
         feeds: its inputs by name.
-        tensors: every floating-point tensor, in the order in which they are computed.
-        exact: their numbers in float64.
-        stored: their numbers as they are stored, in float64.
-        explained: what each operator gives in float64 on its inputs as they are stored.
-        outputs: names of the outputs, or where these are whole numbers of the tensors that they are made of.
+        tensors: every floating-point tensor, in execution order.
+        exact: their values in float64.
+        stored: their values as they are stored, in float64.
+        explained: the result of each operator in float64 on its inputs as they are stored.
+        outputs: names of the outputs, or for integer outputs of the tensors that they are computed from.
         error: the largest error of an output.
     """
 
@@ -82,7 +82,7 @@ class Trace:
     error: float
 
     def error_with_exact(self, name: str) -> float:
-        """The error of the outputs where the tensor `name` is that of float64."""
+        """The error of the outputs if the tensor `name` is replaced by float64's."""
         if name in self.outputs:
             return 0.0
         run = at_own_precision(self.model, self.outputs, [name])
@@ -99,13 +99,13 @@ def trace(
     """Run a graph in float64, at its own precision, and operator by operator in float64 on what is stored.
 
     Args:
-        model: is not touched.
+        model: not modified.
         feeds: inputs by name.
         unrounded: tensors that are never stored in 16 bits.
-        exact_model: what is computed in float64, with tensors of the same names; by default the graph.
+        exact_model: the graph to compute in float64, with tensors of the same names; by default `model`.
 
     Raises:
-        NoDoublePath: the graph has an operator that is not computed in double.
+        NoDoublePath: the graph has an operator without a double kernel.
     """
     names, values = computed(model), values_of(model)
     exact_model = model if exact_model is None else exact_model
@@ -126,14 +126,14 @@ def trace(
 
 
 def error_of(got: Array, exact: Array) -> float:
-    """Relative error over the numbers that are finite in float64; infinite where one of these is lost."""
+    """Relative error over the elements that are finite in float64; infinite if one of these is lost."""
     finite = np.isfinite(exact)
     got, exact = got[finite].astype(np.float64), exact[finite].astype(np.float64)
     return relative_error(got, exact) if np.isfinite(got).all() else np.inf
 
 
 def _floating_outputs(model: ir.Model, tensors: Collection[str]) -> list[str]:
-    """The floating-point outputs, or else the last floating-point tensors before the others."""
+    """The floating-point outputs, or else the last floating-point tensors before the outputs."""
     outputs: dict[str, None] = {str(v.name): None for v in model.graph.outputs if v.name in tensors}
     todo = [] if outputs else list(model.graph.outputs)
     while todo:
@@ -169,8 +169,8 @@ def _errors_of(
     )
 
 
-def _distance(array: Array, other: Array) -> float:
-    """`‖array − other‖`, infinite where that is no number."""
+def _distance(a: Array, b: Array) -> float:
+    """`‖a − b‖`, infinite if that is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
-        difference = array - other
+        difference = a - b
     return float(np.linalg.norm(difference)) if np.isfinite(difference).all() else np.inf

@@ -1,4 +1,4 @@
-"""What every lowering shares: the record of a lowered site, and a canonical node as a lowering reads it."""
+"""Shared parts of all lowerings: the record of a lowered site, and a canonical node as a lowering reads it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
 from attnforge.export.graphs.float64 import SILENT_ROWS
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
-from attnforge.export.lowering.band import Band, Residue, band_of, is_triangle, residue_of, staircase_of
+from attnforge.export.lowering.band import Band, Residue, band_of, causal_prefix_of, is_triangle, residue_of
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
-"""Tokens and features of query, key, value and output with all heads in the last dim; some query heads may share those
-of keys and values."""
+"""Tokens and features of query, key, value and output with all heads in the last dim; several query heads may share one
+head of keys and values."""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """One site as a lowering wrote it.
+    """One site as written by a lowering.
 
     Attributes:
         site: name of the site.
-        form: the operators or the fused operator that compute it now.
+        form: the operators or the fused operator that now compute it.
         why: why this form was chosen.
-        node: name of the node by which the site is found again in what the backend compiled.
-        unfused: why no fused kernel is to be expected; None where one is.
+        node: name of the node by which the site is identified in the compiled graph.
+        unfused: why no fused kernel is expected; None if one is.
         measured: milliseconds of every form that was timed.
-        dropped: for every form that was tried and not timed, why.
+        dropped: why each form that was tried was not timed.
     """
 
     site: str
@@ -58,16 +58,16 @@ class Lowered:
 
 
 Slopes = tuple[float, ...]
-"""By how much the score of a key grows with every place that it is further on, for each head."""
+"""Increase of the score of a key per position, for each head."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a token sees of itself and those before.
+    """The tokens, up to itself, that a token sees.
 
     Attributes:
         window: how many, itself included; None for all.
-        slopes: of the bias by distance; None without one.
+        slopes: ALiBi slopes of the bias by distance; None without one.
     """
 
     window: int | None = None
@@ -75,13 +75,13 @@ class Seen:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Of the canonical node."""
+        """Metadata of the canonical node."""
         slopes = {} if self.slopes is None else {SLOPES: json.dumps(self.slopes)}
         return {WINDOW: str(self.window or 0), **slopes}
 
     @classmethod
     def of(cls, node: ir.Node) -> Seen | None:
-        """As the metadata of a node say; None where it reads no cache."""
+        """Read from the metadata of a node; None if it reads no cache."""
         props = node.metadata_props
         if WINDOW not in props:
             return None
@@ -90,16 +90,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cached:
-    """The cache that keys and values of a decoder's step come from (:mod:`attnforge.export.decoding.insert`).
+    """The cache that keys and values of a decoder step are read from (:mod:`attnforge.export.decoding.insert`).
 
     Attributes:
         tokens: the graph's input, `(batch, tokens, …)`.
         past: `(batch,)`, int64: how many tokens each sample has in the cache.
-        new_key, new_value: `(batch, key heads, tokens, size)`, what is written behind them.
-        key, value: `(batch, key heads, places, size)`, the cache before that.
+        new_key, new_value: `(batch, key heads, tokens, size)`, written after them.
+        key, value: `(batch, key heads, capacity, size)`, the cache before that.
         next_key, next_value: the cache after it, which are outputs of the graph.
-        seen: what a query sees.
-        in_int8: how keys and values are rounded, where the cache is int8: `new_key` and `new_value` are, too.
+        seen: the keys that a query sees.
+        in_int8: how keys and values are rounded if the cache is int8; `new_key` and `new_value` are int8 then, too.
     """
 
     tokens: ir.Value
@@ -122,17 +122,17 @@ class Attention:
         node: the canonical node.
         query, key, value: the values before all views, and their layouts.
         mask: broadcasts to `(B, H, n_q, n_k)`, boolean or added to the scores.
-        output: the value behind all views, and its layout.
-        silent_rows_are_nan: whether a query without keys gets NaN instead of zeros.
+        output: the value after all views, and its layout.
+        silent_rows_are_nan: whether a fully masked row gets NaN instead of zeros.
         axes: the axes of the canonical dims.
-        band: what the mask is proved to leave, where that is a band and nothing else.
-        is_triangle: whether no other pairs may be visible than those of a query and a key that is not later, of as many
-            queries as keys, by causality or by the mask.
-        staircase: where it can be computed in steps, how many first keys every query sees beside those that are not
-            later (:func:`~.band.staircase_of`): 0 for a triangle.
-        residue: what the mask does beside that, or, where it is no triangle, at all (:func:`~.band.residue_of`).
-        cached: where keys and values come from, in a decoder's step; None elsewhere.
-        scales: of query, key and value where they are rounded to fp8, as what the softmax makes is then, too.
+        band: the band that the mask is proved to leave visible; None if it is not exactly a band.
+        is_triangle: whether, with as many queries as keys, only pairs whose key is not later than the query may be
+            visible, by causality or by the mask.
+        causal_prefix: if the site can be computed in causal blocks, how many first keys every query sees in addition to
+            those that are not later (:func:`~.band.causal_prefix_of`): 0 for a triangle.
+        residue: what the mask does beyond that, or, if it is no triangle, at all (:func:`~.band.residue_of`).
+        cached: where keys and values come from in a decoder step; None elsewhere.
+        scales: scales of query, key and value if they are rounded to fp8, as the softmax's output is then, too.
     """
 
     node: ir.Node
@@ -149,7 +149,7 @@ class Attention:
     axes: SiteAxes
     band: Band | None = None
     is_triangle: bool = False
-    staircase: int | None = None
+    causal_prefix: int | None = None
     residue: Residue = "none"
     cached: Cached | None = None
     scales: tuple[float, ...] | None = None
@@ -166,7 +166,7 @@ class Attention:
 
     @property
     def sized(self) -> list[Sized]:
-        """Values from which the sizes of axes can be read that an operand lacks: heads that share one key, say."""
+        """Values from which to read the sizes of axes that an operand lacks, such as heads that share one key."""
         return [(operand.value, operand.layout) for operand in self.operands]
 
     @property
@@ -175,12 +175,12 @@ class Attention:
         return all(self.size(name).is_static for name in ("H", "H_kv", "d_k", "d_v"))
 
     def attributes(self, of_queries: str = "num_heads") -> dict[str, int | float | str]:
-        """Of a kernel that is told how many static heads there are; `of_queries` is its name for those of queries."""
+        """Attributes of a kernel that takes static numbers of heads; `of_queries` is its name for the query heads."""
         heads = {of_queries: self.size("H").factor, "kv_num_heads": self.size("H_kv").factor}
         return {**heads, "scale": self.scale, "softcap": self.softcap}
 
     def narrowed(self, op: Builder, dtype: ir.DataType) -> Attention:
-        """The same with query, key and value cast to `dtype`.
+        """The same attention with query, key and value cast to `dtype`.
 
         The output has that type too, and the caller casts it back. Biases and the softmax keep their types.
         """
@@ -188,7 +188,7 @@ class Attention:
         return replace(self, query=query, key=key, value=value)
 
     def layout(self, *names: str) -> Layout:
-        """The layout of named dims; `"H d_k"` is one dim, heads side by side."""
+        """The layout of named dims; `"H d_k"` is one dim with the heads side by side."""
         return self.axes.layout(*names)
 
     def size(self, name: str) -> Size:
@@ -203,16 +203,16 @@ class Attention:
         return [self.arranged(op, operand, to) for operand, to in zip(self.operands, layouts, strict=True)]
 
     def as_output(self, op: Builder, result: ir.Value, layout: Layout) -> ir.Value:
-        """A result in the dims that the graph's output has."""
+        """A result in the dims of the graph's output."""
         return self.arranged(op, Operand(result, layout), self.output.layout)
 
     def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value | None) -> Attention:
-        """The attention of a part of the queries and keys, of which the mask alone says who sees whom.
+        """The attention of a part of the queries and keys, where the mask alone says which pairs are visible.
 
         Args:
-            sizes: of the dims that are others than here, by name.
+            sizes: sizes of the dims that differ from this attention's, by name.
             operands: query, key and value, laid out as `B` and :data:`SIDE_BY_SIDE`.
-            mask: `(B or 1, H or 1, n_q, n_k)`; None where every query sees every key.
+            mask: `(B or 1, H or 1, n_q, n_k)`; None if every query sees every key.
         """
         others = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
         axes = SiteAxes({**self.axes.dims, **others})
@@ -223,12 +223,12 @@ class Attention:
         )
         return replace(
             self, query=query, key=key, value=value, mask=mask, output=Operand(self.output.value, output),
-            is_causal=False, axes=axes, band=None, is_triangle=False, staircase=None, residue="other",
+            is_causal=False, axes=axes, band=None, is_triangle=False, causal_prefix=None, residue="other",
         )  # fmt: skip
 
 
 def blocks_of(tokens: Size, width: int) -> Size:
-    """How many blocks of `width` hold all tokens."""
+    """The number of blocks of `width` that cover all tokens."""
     if tokens.is_static:
         return Size(-(-tokens.factor // width))
     return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))
@@ -243,7 +243,7 @@ def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, A
 
 
 def _cached(node: ir.Node) -> Cached | None:
-    """The cache that a node reads; None where it reads none."""
+    """The cache that a node reads; None if it reads none."""
     seen = Seen.of(node)
     if seen is None:
         return None
@@ -260,7 +260,7 @@ def _cached(node: ir.Node) -> Cached | None:
 
 
 def writer_of(read: ir.Value | None) -> ir.Node:
-    """The TensorScatter that writes the cache of which an input of a canonical node is read."""
+    """The TensorScatter that writes the cache from which an input of a canonical node is read."""
     assert read is not None
     stored = stored_before(read)
     writer = (read if stored is None else stored).producer()
@@ -273,7 +273,7 @@ def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> i
 
     Args:
         x: of any shape.
-        scale: of the largest number, float > 0.
+        scale: scale of the largest number, > 0.
         name: for the QuantizeLinear.
     """
     assert x.dtype is not None
@@ -306,7 +306,7 @@ def attention_of(node: ir.Node) -> Attention:
         axes=axes,
         band=band_of(node, seen),
         is_triangle=is_triangle(seen),
-        staircase=staircase_of(node, seen),
+        causal_prefix=causal_prefix_of(node, seen),
         residue=residue_of(node, seen),
         cached=_cached(node),
         scales=scales,
@@ -314,14 +314,14 @@ def attention_of(node: ir.Node) -> Attention:
 
 
 def _axes(query: ir.Value, key: ir.Value, value: ir.Value) -> SiteAxes:
-    """Axes of canonical operands; each key head serves query heads that follow one another."""
+    """Axes of canonical operands; each key head serves consecutive query heads."""
     batch, heads, n_q, d_k = Layout.fresh(query).dims
     n_k, d_v = (() if size == ONE else (Axis(size),) for size in (sizes_of(key)[2], sizes_of(value)[3]))
     shared: Dims = heads
-    if (own := sizes_of(key)[1]) != sizes_of(query)[1]:
+    if (key_heads := sizes_of(key)[1]) != sizes_of(query)[1]:
         (head,) = heads
-        group = head.size.divide(own)
+        group = head.size.divide(key_heads)
         assert group is not None
-        head.split(own, group)
-        shared = () if own == ONE else (head.leaves()[0],)
+        head.split(key_heads, group)
+        shared = () if key_heads == ONE else (head.leaves()[0],)
     return SiteAxes({"B": batch, "H": heads, "n_q": n_q, "n_k": n_k, "d_k": d_k, "d_v": d_v, "H_kv": shared})

@@ -1,6 +1,6 @@
-"""What a mask leaves of attention, where that is a band: the keys from some distance behind a query to some distance
-ahead of it, as a window does, or the keys of its own and of neighbouring chunks; and some first tokens besides, which
-all see or which see all."""
+"""The visible part of attention under a mask, if it is a band: the keys from some distance before a query to some
+distance after it, as in a window, or the keys of its own and of neighbouring chunks; optionally with some first tokens
+that all see or that see all."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ Residue = Literal["none", "by key", "other"]
 
 @dataclass(frozen=True)
 class Band:
-    """What a mask leaves: pairs with `least ≤ query − key ≤ most`, and those of some first keys and first queries.
+    """The pairs that a mask leaves visible: those with `least ≤ query − key ≤ most`, and those of some first keys and
+    first queries.
 
-    With chunks the band is of the first tokens of the query's and the key's chunk: 0 and 0 where a query sees its own
+    With chunks, the band is on the first tokens of the query's and the key's chunk: 0 and 0 if a query sees its own
     chunk.
 
     Attributes:
-        is_all: whether exactly these pairs are visible; else the mask still has to be applied inside.
-        chunk: tokens of a chunk, which divides `least` and `most`.
-        inside: the least and the most of `query − key`, by the tokens themselves, within chunks; None for no such end.
-        first_keys: keys, from the first on, that every query sees.
-        first_queries: queries, from the first on, that see every key.
+        is_all: whether exactly these pairs are visible; otherwise the mask still has to be applied inside the band.
+        chunk: tokens per chunk, which divides `least` and `most`.
+        inside: the least and the most of `query − key`, of the tokens themselves, within chunks; None for an open end.
+        first_keys: number of first keys that every query sees.
+        first_queries: number of first queries that see every key.
     """
 
     least: int
@@ -45,34 +46,34 @@ class Band:
 
     @property
     def is_window(self) -> bool:
-        """Whether these are the keys from some distance behind a query to some distance ahead of it, and no others."""
+        """Whether only the keys from some distance before a query to some distance after it are visible."""
         return self.chunk == 1 and not (self.first_keys or self.first_queries)
 
     @property
     def is_causal_chunk(self) -> bool:
-        """Whether a query sees the keys of its own chunk that are not later, and no others."""
+        """Whether a query sees only those keys of its own chunk that are not later."""
         return self.is_all and self.chunk > 1 and replace(self, chunk=1) == Band(0, 0, inside=(0, None))
 
     @property
     def span(self) -> int:
-        """How many more keys of the band than queries a block has."""
+        """Number of keys of the band in a block, less its queries."""
         return self.most - self.least
 
     def wide(self, width: int) -> int:
-        """Keys of a block of `width` queries."""
+        """Keys per block of `width` queries."""
         return self.first_keys + width + self.span
 
     def widths(self, widths: Sequence[int]) -> list[int]:
-        """Queries of a block, nearly as many as each of `widths`: whole chunks."""
+        """Queries per block, close to each of `widths` in whole chunks."""
         nearly = (max(width // self.chunk, 1) * self.chunk for width in widths)
         return [width for width in dict.fromkeys(nearly) if width * self.wide(width) <= MOST_PAIRS]
 
     def products(self, width: int, tokens: int) -> int:
-        """Pairs that blocks of `width` queries compute of as many queries as keys."""
+        """Pairs that blocks of `width` queries compute, with as many queries as keys."""
         return -(-tokens // width) * width * self.wide(width) + self.first_queries * tokens
 
     def pairs(self, tokens: int) -> int:
-        """How many pairs are visible, of as many queries as keys."""
+        """The number of visible pairs, with as many queries as keys."""
         query = np.arange(tokens)
         begin, end = query // self.chunk * self.chunk - self.most, query // self.chunk * self.chunk - self.least
         least, most = self.inside
@@ -84,14 +85,14 @@ class Band:
         count[: self.first_queries] = tokens
         return int(count.sum())
 
-    def holds(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    def visible(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         """`(queries, keys)`, whether each pair is visible."""
         query, key = np.arange(queries)[:, None], np.arange(keys)
         seen: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = self.between(query, key)
         return seen | (key < self.first_keys) | (query < self.first_queries)
 
     def between(self, query: Any, key: Any) -> Any:
-        """Whether pairs are in the band, by the indices of their tokens, which broadcast to one another."""
+        """Whether pairs are in the band, given the indices of their tokens, which broadcast against one another."""
         distance, (least, most) = query // self.chunk * self.chunk - key // self.chunk * self.chunk, self.inside
         seen = (self.least <= distance) & (distance <= self.most)
         for end, sign in ((least, 1), (most, -1)):
@@ -101,14 +102,14 @@ class Band:
 
 
 MOST_PAIRS = 2**22
-"""Of a block, those that are listed in the graph."""
+"""Maximum pairs of a block that are listed in the graph."""
 
 
 def band_of(node: ir.Node, seen: Visibility) -> Band | None:
-    """The band that a canonical node's mask is proved to leave, of as many queries as keys.
+    """The band that a canonical node's mask is proved to leave visible, with as many queries as keys.
 
-    None where it leaves something else; where a query is not in reach of its own key; and where the rest of the mask
-    cannot be computed in blocks, or leaves queries without keys that do not get zeros.
+    None if it leaves something else visible; if a query's own key is outside the band; or if the rest of the mask
+    cannot be computed in blocks, or leaves fully masked rows that do not get zeros.
     """
     band = _first(seen) if seen.n_q == seen.n_k else None
     if band is None or not band.between(0, 0) or not is_by_blocks(node, seen):
@@ -117,15 +118,15 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
 
 
 def _first(seen: Visibility) -> Band | None:
-    """The band of a region, with the first keys and queries of others; None where the regions are of other kinds."""
+    """The band of a region, with the first keys and queries of the others; None if the regions are of other kinds."""
     parts = _parts(seen)
     band = None if parts is None else _band(parts[0])
     return None if parts is None or band is None else replace(band, first_keys=parts[1], first_queries=parts[2])
 
 
 def _parts(seen: Visibility) -> tuple[Region, int, int] | None:
-    """The one region of all queries and keys, how many first keys every query sees besides, and how many first queries
-    see every key; None where the regions are of other kinds."""
+    """The one region of all queries and keys, how many first keys every query also sees, and how many first queries see
+    every key; None if the regions are of other kinds."""
     whole: list[Region] = []
     first = {"keys": 0, "queries": 0}
     for region in seen.regions:
@@ -142,7 +143,7 @@ def _parts(seen: Visibility) -> tuple[Region, int, int] | None:
 
 
 def _band(region: Region) -> Band | None:
-    """The band of a region of all queries and keys, of two ends or of chunks."""
+    """The band of a region of all queries and keys that has two ends, or chunks."""
     ends = _numbers(region.band)
     if ends is None:
         return None
@@ -156,7 +157,7 @@ def _band(region: Region) -> Band | None:
 
 
 def _numbers(interval: Interval) -> tuple[int | None, int | None] | None:
-    """The ends of an interval; None where one is not a number."""
+    """The ends of an interval; None if one is not a number."""
     ends = interval.least, interval.most
     if any(end is not None and end.constant is None for end in ends):
         return None
@@ -165,8 +166,8 @@ def _numbers(interval: Interval) -> tuple[int | None, int | None] | None:
 
 
 def is_by_blocks(node: ir.Node, seen: Visibility) -> bool:
-    """Whether what a canonical node's mask does beside its regions can be computed in blocks, and queries without keys
-    get zeros, or there are none."""
+    """Whether what a canonical node's mask does beyond its regions can be computed in blocks, and fully masked rows get
+    zeros or do not occur."""
     if not seen.residue:
         return True
     gives_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
@@ -174,20 +175,20 @@ def is_by_blocks(node: ir.Node, seen: Visibility) -> bool:
 
 
 def is_triangle(seen: Visibility) -> bool:
-    """Whether no other pairs may be visible than those of a query and a key that is not later, of as many queries as
-    keys."""
-    return _beside_triangle(seen) == 0
+    """Whether, with as many queries as keys, only pairs whose key is not later than the query may be visible."""
+    return _prefix(seen) == 0
 
 
-def staircase_of(node: ir.Node, seen: Visibility) -> int | None:
-    """How many first keys every query sees beside earlier ones, where a canonical node's attention can be computed in
-    steps (:mod:`.stairs`): a mask may hide more, but adds no numbers to scores. None where it cannot."""
-    return None if "bias" in seen.residue or not is_by_blocks(node, seen) else _beside_triangle(seen)
+def causal_prefix_of(node: ir.Node, seen: Visibility) -> int | None:
+    """The number of first keys that every query sees in addition to earlier ones, if a canonical node's attention can
+    be computed in causal blocks (:mod:`.causal_blocks`): a mask may hide more, but adds no numbers to scores. None if
+    it cannot."""
+    return None if "bias" in seen.residue or not is_by_blocks(node, seen) else _prefix(seen)
 
 
 def residue_of(node: ir.Node, seen: Visibility) -> Residue:
-    """What a canonical node's mask does beside its regions: nothing; or it hides the same keys from every query, and
-    queries without keys get zeros, or, if nothing else is hidden, the mean of all values; or more than that."""
+    """The effect of a canonical node's mask beyond its regions: nothing; it hides the same keys from every query, and
+    fully masked rows get zeros or, if nothing else is hidden, the mean of all values; or more than that."""
     if not seen.residue:
         return "none"
     gets_zeros = seen.silent == "empty" and node.metadata_props.get(SILENT_ROWS) != "nan"
@@ -198,9 +199,9 @@ def residue_of(node: ir.Node, seen: Visibility) -> Residue:
     return "other" if why_not_by_key(node, below) is not None else "by key"
 
 
-def _beside_triangle(seen: Visibility) -> int | None:
-    """How many first keys every query sees beside those that are not later, of as many queries as keys; None where it
-    sees others."""
+def _prefix(seen: Visibility) -> int | None:
+    """The number of first keys that every query sees in addition to those that are not later, with as many queries as
+    keys; None if it sees others."""
     parts = _parts(seen) if seen.n_q == seen.n_k else None
     if parts is None or parts[2] or parts[0].blocks is not None or _numbers(parts[0].band) != (0, None):
         return None

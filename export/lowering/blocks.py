@@ -1,11 +1,11 @@
-"""Attention within a band, in blocks of queries that each meet the keys that they may see, and no others.
+"""Attention within a band, in blocks of queries that each attend only to the keys that they may see.
 
-The keys are those of a window, or of a block's own and neighbouring chunks, with some first ones before them where all
-queries see those. First queries that see all keys are attended on their own, and put in their place.
+The keys are those of a window, or of a block's own and neighbouring chunks, preceded by some first ones if all queries
+see them. First queries that see all keys are computed separately and inserted into the output.
 
-A window of 256 keys behind the query leaves a sixteenth of the products of 4,096 tokens. Blocks are samples of a batch,
-so one kernel computes them all, in memory that grows with the tokens instead of with their square: the form of
-Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys around each block of queries.
+A window of 256 keys before the query leaves a sixteenth of the products of 4,096 tokens. Blocks become samples of a
+batch, so one kernel computes them all, in memory that grows linearly with the tokens instead of quadratically: the form
+of Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys around each block of queries.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from attnforge.export.lowering.band import Band
 BOOL = ir.DataType.BOOL
 
 BAND = "attnforge.band"
-"""Metadata of a node that attends in blocks: least and most of `query − key`, by the tokens' indices or by those of
-their chunks, and how many first keys every block has."""
+"""Metadata of a node that attends in blocks: least and most of `query − key`, by the indices of the tokens or of their
+chunks, and how many first keys every block has."""
 
 
 def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:
-    """The output of attention within a band, of static heads.
+    """The output of attention within a band, with static heads.
 
     Args:
         a: the site.
-        width: queries of a block, whole chunks.
-        attend: writes the attention of a part, and returns its output. Part 0 are the blocks, `(batch · blocks, width,
+        width: queries per block, in whole chunks.
+        attend: writes the attention of a part, and returns its output. Part 0 is the blocks, `(batch · blocks, width,
             heads · d_k)` on `(batch · blocks, keys, …)`: the first keys, which all see, and those within reach. Queries
-            behind the last one are zeros. The mask is whole: `(batch · blocks, 1 or heads, width, keys)`, boolean, or
-            added with minus infinity for pairs that are not visible. Part 1 are the first queries, which see all
-            keys, where there are such.
+            after the last one are zeros. The mask is complete: `(batch · blocks, 1 or heads, width, keys)`, boolean, or
+            additive with minus infinity for pairs that are not visible. Part 1 is the first queries, which see all
+            keys, if there are any.
     """
     assert a.band is not None
     *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
@@ -55,17 +55,17 @@ def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention
     sizes = {"B": samples, "n_q": Size(width), "n_k": Size(cut.wide)}
     operands = [cut.queries(query), cut.keys(key), cut.keys(value)]
     blocks = a.of_block(sizes, operands, cut.of_samples(mask, samples))
-    if a.band.is_all:  # every query has its own key
+    if a.band.is_all:  # every query sees its own key
         blocks = replace(blocks, silent_rows_are_nan=True)
-    if a.band.is_causal_chunk and width == a.band.chunk:  # no query sees what fills up the last one
-        blocks = replace(blocks, staircase=0, residue="none")
+    if a.band.is_causal_chunk and width == a.band.chunk:  # no query sees the padding of the last block
+        blocks = replace(blocks, causal_prefix=0, residue="none")
     result = attend(blocks, 0)
     first = attend(_first_queries(op, a, [query, key, value]), 1) if a.band.first_queries else None
     return a.as_output(op, typed(cut.joined(result, first), a.dtype, [size.dim() for size in whole.sizes()]), whole)
 
 
 def _first_queries(op: Builder, a: Attention, operands: list[ir.Value]) -> Attention:
-    """The attention of the queries that see all keys; where there are fewer, the last one stands for those."""
+    """The attention of the queries that see all keys; if there are fewer, the last one is repeated."""
     assert a.band is not None
     query, key, value = operands
     count = a.band.first_queries
@@ -83,11 +83,11 @@ def _first_queries(op: Builder, a: Attention, operands: list[ir.Value]) -> Atten
 
 
 def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
-    """What a mask leaves of a region; boolean, or added with minus infinity for pairs outside.
+    """Restrict a mask to a region; boolean, or additive with minus infinity for pairs outside.
 
     Args:
         region: boolean.
-        rest: the mask itself, boolean or added, whose dims broadcast to those of the region; None where there is none.
+        rest: the mask itself, boolean or additive, with dims that broadcast to the region's; None if there is none.
     """
     if rest is None or rest.dtype is None:
         return region
@@ -97,16 +97,16 @@ def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
 
 
 class _Cut:
-    """Cuts tensors into blocks of queries, and of the keys that these may see.
+    """Cuts tensors into blocks of queries and of the keys that these may see.
 
     Args:
         query: `(batch, tokens, features)`.
-        width: queries of a block.
+        width: queries per block.
 
     Attributes:
-        wide: keys of a block.
-        rows: `(blocks, wide)`, the index of each key; of those before the first and behind the last, an end's.
-        there: whether there is such a key.
+        wide: keys per block.
+        rows: `(blocks, wide)`, the index of each key, clamped to the first and the last.
+        there: whether the key exists.
     """
 
     def __init__(self, op: Builder, query: ir.Value, band: Band, width: int) -> None:
@@ -119,7 +119,7 @@ class _Cut:
         begin = op.Sub(op.Mul(numbers, constant(op, width)), constant(op, band.most))
         wanted = op.Add(op.Unsqueeze(begin, constant(op, [1])), constant(op, np.arange(width + band.span)))
         least = [0]
-        if band.first_keys:  # which are not counted once more where they are within reach
+        if band.first_keys:  # they are not counted again where they are within reach
             first = op.Expand(constant(op, [np.arange(band.first_keys)]), op.Concat(blocks, constant(op, [1]), axis=0))
             wanted = op.Concat(first, wanted, axis=1)
             least = [0] * band.first_keys + [band.first_keys] * (width + band.span)
@@ -138,8 +138,8 @@ class _Cut:
         return self._op.Reshape(rows, constant(self._op, [-1, width, int(dims_of(x)[2])]))  # type: ignore[arg-type]
 
     def joined(self, rows: ir.Value, first: ir.Value | None) -> ir.Value:
-        """`(batch · blocks, width, size)` as `(batch, tokens, size)`, with `(batch, first queries, size)` in the place
-        of the first ones."""
+        """`(batch · blocks, width, size)` as `(batch, tokens, size)`, with the first rows replaced by `(batch, first
+        queries, size)`."""
         op, query = self._op, self._query
         shape = op.Concat(op.Shape(query, start=0, end=1), constant(op, [-1, int(dims_of(rows)[2])]), axis=0)  # type: ignore[arg-type]
         rows, begin = op.Reshape(rows, shape), constant(op, [0])
@@ -157,12 +157,12 @@ class _Cut:
         return typed(op.Reshape(op.Expand(mask, batch), shape), mask.dtype, [samples.dim(), heads, *ends])
 
     def pads(self, rank: int, axis: int) -> ir.Value:
-        """What Pad takes to fill up the last block along an axis."""
+        """The input of Pad that fills up the last block along an axis."""
         op, zeros = self._op, constant(self._op, [0] * (rank + axis))
         return op.Concat(zeros, self._missing, constant(op, [0] * (rank - axis - 1)), axis=0)
 
     def pairs(self, op: Builder, x: ir.Value) -> ir.Value:
-        """`(batch, heads, queries, keys)` as `(batch, blocks, heads, width, wide)`; each dim may be 1."""
+        """`(batch, heads, queries, keys)` as `(batch, blocks, heads, width, wide)`; each input dim may be 1."""
         batch, heads, n_q, n_k = dims_of(x)
         assert x.dtype is not None
         blocks: int | ir.SymbolicDim = ir.SymbolicDim(None)
@@ -182,19 +182,19 @@ class _Cut:
 
 
 def band_pairs(band: Band, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """`(width, keys)`: the pairs of a block that are visible: of the first keys all, and of the others, which begin
-    `most` before the first query, those in the band."""
+    """`(width, keys)`: the visible pairs of a block: all of those with first keys, and of those with the other keys,
+    which begin `most` before the first query, the ones in the band."""
     seen = band.between(np.arange(width)[:, None], np.arange(width + band.span) - band.most)
     return np.concatenate([np.ones((width, band.first_keys), bool), seen], axis=1)
 
 
 def written(band: Band) -> str:
-    """A band as :data:`BAND` has it."""
+    """A band in the format of :data:`BAND`."""
     return " ".join(map(str, (band.least, band.most, band.first_keys)))
 
 
 def band_of(node: ir.Node) -> Band | None:
-    """The band of a node that attends in blocks, by :data:`BAND`; None of any other node."""
+    """Return the band of a node that attends in blocks, from :data:`BAND`; None for any other node."""
     text = node.metadata_props.get(BAND)
     if text is None:
         return None
@@ -203,8 +203,8 @@ def band_of(node: ir.Node) -> Band | None:
 
 
 def of_all_pairs(weights: Array, band: Band, tokens: int) -> Array:
-    """The weights of one sample's blocks, `(blocks, heads, width, keys)`, as those of all pairs, `(heads, tokens,
-    tokens)`."""
+    """Return the weights of all pairs, `(heads, tokens, tokens)`, from those of one sample's blocks, `(blocks, heads,
+    width, keys)`."""
     blocks, heads, width, wide = weights.shape
     pairs = np.zeros((heads, blocks * width, tokens), weights.dtype)
     for i in range(blocks):

@@ -1,12 +1,12 @@
-"""Attention over a cache for ONNX Runtime: the forms that read what is filled of it, and not what is free.
+"""Attention over a cache for ONNX Runtime: the forms that read only its filled part.
 
 `com.microsoft::GroupQueryAttention` writes new keys and values into the cache, which is input and output in one buffer,
-and reads the filled part of each sample: one token over 1,024 of 2,048 places of 12 heads of 64 takes 0.20 ms, where
-Attention over all places takes 0.56, on two cores. Several tokens behind earlier ones it takes of one sample at a time,
-so a prompt is run sample by sample. Where queries and keys are turned by rotary tables right before, it turns them, and
-the projections are its inputs as they are.
+and reads the filled part of each sample: one token over 1,024 of 2,048 slots of 12 heads of 64 takes 0.20 ms, where
+Attention over all slots takes 0.56, on two cores. It accepts several tokens after earlier ones for only one sample at a
+time, so a prompt is run sample by sample. If queries and keys are rotated by rotary tables immediately before, it does
+the rotation itself, and the projections are its inputs directly.
 
-Where it does not fit, Attention reads the first places of the cache, as many as the longest sample has.
+Where it does not apply, Attention reads the first slots of the cache, as many as the longest sample has filled.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
 
 BIAS = 10
-"""Where GroupQueryAttention takes what is added to scores."""
+"""Index of GroupQueryAttention's input that is added to scores."""
 
 SCALES = 12
-"""Where GroupQueryAttention takes the scales of keys, and behind it those of values, of caches in int8."""
+"""Index of GroupQueryAttention's input for the scales of keys in int8 caches; those of values follow it."""
 
 FILLED = "filled"
-"""The symbol of how many places of a cache the longest sample has filled."""
+"""The symbol of the number of cache slots that the longest sample has filled."""
 
 
 def is_for_group_query(a: Attention) -> bool:
-    """Whether the kernel takes a site: heads of a multiple of 8, of one size for keys and values."""
+    """Whether the kernel supports a site: head sizes that are a multiple of 8 and equal for keys and values."""
     d_k, d_v = a.size("d_k"), a.size("d_v")
     return a.has_static_heads and d_k == d_v and d_k.factor % 8 == 0 and a.softmax_dtype == a.dtype
 
 
 def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
-    """GroupQueryAttention that writes to the cache and reads it. The graph's outputs become its own."""
+    """GroupQueryAttention that writes to the cache and reads it. Its outputs become the graph's outputs."""
     cached = a.cached
     assert cached is not None
     attributes = a.attributes()
@@ -77,7 +77,7 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
 
 
 def _shared(cached: Cached, name: str, build: Callable[[Builder], ir.Value]) -> ir.Value:
-    """A value that all sites read, which the first one writes."""
+    """A value that all sites read and that the first one writes."""
     graph = cached.past.graph
     assert isinstance(graph, ir.Graph)
     known = next((node.outputs[0] for node in graph if node.name == name), None)
@@ -90,25 +90,25 @@ def _shared(cached: Cached, name: str, build: Callable[[Builder], ir.Value]) -> 
 
 
 def _bias(cached: Cached, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
-    """`(batch, heads, tokens, filled places)`: the bias by distance."""
+    """`(batch, heads, tokens, filled slots)`: the bias by distance."""
 
     def build(op: Builder) -> ir.Value:
         zero, one = constant(op, 0), constant(op, 1)
         count = op.Shape(cached.tokens, start=1, end=2)
         new = op.Add(op.Unsqueeze(cached.past, constant(op, [1])), op.Range(zero, op.Squeeze(count), one))
         batch, tokens = dims_of(cached.tokens)[:2]
-        own = typed(op.Unsqueeze(new, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
+        positions = typed(op.Unsqueeze(new, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
         end = op.Squeeze(op.Add(op.ReduceMax(cached.past, keepdims=1), count))
         columns = op.Unsqueeze(op.Range(zero, end, one), constant(op, [0, 1, 2]))
         typed(columns, INT64, [1, 1, 1, ir.SymbolicDim(FILLED)])
-        return _by_distance(op, columns, own, slopes, dtype)
+        return _by_distance(op, columns, positions, slopes, dtype)
 
     return _shared(cached, f"decoding/bias {dtype.name} {slopes}", build)
 
 
 def _lengths(cached: Cached) -> list[ir.Value]:
-    """The place of each sample's last token, and how many tokens the longest sample has, int32; the same values for all
-    sites."""
+    """The position of each sample's last token, and how many tokens the longest sample has, int32; the same values for
+    all sites."""
 
     def last(op: Builder) -> ir.Value:
         count = op.Shape(cached.tokens, start=1, end=2)
@@ -122,8 +122,8 @@ def _lengths(cached: Cached) -> list[ir.Value]:
 
 
 def _written(new: ir.Value) -> tuple[Operand, Layout]:
-    """What is written into a cache, `(batch, heads, tokens, size)`, before all views, and its layout with heads side by
-    side."""
+    """The rows written into a cache, `(batch, heads, tokens, size)`, before all views, and its layout with heads side
+    by side."""
     layout = Layout.fresh(new)
     batch, heads, tokens, size = layout.dims
     return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])
@@ -132,13 +132,13 @@ def _written(new: ir.Value) -> tuple[Operand, Layout]:
 def over_filled(
     op: Builder, a: Attention, name: str, attend: Callable[[Builder, Attention, str], ir.Value]
 ) -> ir.Value:
-    """Attention over the places up to the last that any sample has filled.
+    """Attention over the slots up to the last that any sample has filled.
 
     Args:
         op: records the nodes.
         a: the site.
-        name: for the node by which the site is found again.
-        attend: writes the attention over these places.
+        name: name for the node by which the site is identified.
+        attend: writes the attention over these slots.
     """
     cached, mask = a.cached, a.mask
     assert cached is not None and mask is not None
@@ -148,7 +148,7 @@ def over_filled(
     axes = SiteAxes({**a.axes.dims, "n_k": (Axis(filled),)})
 
     def first(value: ir.Value, axis: int) -> ir.Value:
-        """The places up to that one."""
+        """The slots up to `end`."""
         assert value.dtype is not None
         part = op.Slice(value, constant(op, [0]), end, constant(op, [axis]))
         dims = dims_of(value)
@@ -167,39 +167,39 @@ def over_filled(
     return attend(op, part, name)
 
 
-def step_mask(op: Builder, own: ir.Value, site: Seen, places: int, dtype: ir.DataType) -> ir.Value:
-    """The mask of a step over all places of a cache, `(batch, 1 or heads, tokens, places)`: boolean, or of numbers
-    where there is a bias by distance.
+def step_mask(op: Builder, positions: ir.Value, site: Seen, capacity: int, dtype: ir.DataType) -> ir.Value:
+    """The mask of a step over all slots of a cache, `(batch, 1 or heads, tokens, capacity)`: boolean, or numeric if
+    there is a bias by distance.
 
     Args:
         op: records the nodes.
-        own: `(batch, tokens)`, int64, the places of the tokens.
-        site: which of them are seen, and how.
-        places: of the cache.
-        dtype: of the numbers.
+        positions: `(batch, tokens)`, int64, the positions of the tokens.
+        site: which keys are seen, and how.
+        capacity: of the cache, in tokens.
+        dtype: type of a numeric mask.
     """
-    batch, tokens = dims_of(own)
-    columns = constant(op, [[[list(range(places))]]])
-    own = typed(op.Unsqueeze(own, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
-    shown = typed(op.LessOrEqual(columns, own), BOOL, [*dims_of(own)[:3], places])
+    batch, tokens = dims_of(positions)
+    columns = constant(op, [[[list(range(capacity))]]])
+    positions = typed(op.Unsqueeze(positions, constant(op, [1, 3])), INT64, [batch, 1, tokens, 1])
+    shown = typed(op.LessOrEqual(columns, positions), BOOL, [*dims_of(positions)[:3], capacity])
     if site.window is not None:
-        first = like(op.Sub(own, constant(op, site.window)), own)
+        first = like(op.Sub(positions, constant(op, site.window)), positions)
         shown = like(op.And(shown, like(op.Greater(columns, first), shown)), shown)
     if site.slopes is None:
         return shown
-    bias = _by_distance(op, columns, own, site.slopes, dtype)
+    bias = _by_distance(op, columns, positions, site.slopes, dtype)
     return like(op.Where(shown, bias, constant(op, -np.inf, dtype)), bias)
 
 
-def _by_distance(op: Builder, columns: ir.Value, own: ir.Value, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
+def _by_distance(op: Builder, columns: ir.Value, rows: ir.Value, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
     """`slope · (key − query)`, 0 at the query's own key.
 
     Args:
-        columns: `(1, 1, 1, keys)`, int64, the places of keys.
-        own: `(batch, 1, tokens, 1)`, int64, those of queries.
+        columns: `(1, 1, 1, keys)`, int64, the positions of keys.
+        rows: `(batch, 1, tokens, 1)`, int64, those of queries.
     """
-    dims = [*dims_of(own)[:3], dims_of(columns)[3]]
-    distance = cast(op, typed(op.Sub(columns, own), INT64, dims), FLOAT)
+    dims = [*dims_of(rows)[:3], dims_of(columns)[3]]
+    distance = cast(op, typed(op.Sub(columns, rows), INT64, dims), FLOAT)
     by_head = constant(op, np.reshape(slopes, [1, -1, 1, 1]), FLOAT)
     dims[1] = len(slopes)
     return cast(op, typed(op.Mul(distance, by_head), FLOAT, dims), dtype)

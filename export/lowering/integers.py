@@ -1,18 +1,19 @@
-"""Q/DQ to what ONNX Runtime runs fastest: integer products, weights of 4 bits, and lookups of rows in 8 bits.
+"""Q/DQ as what ONNX Runtime runs fastest: integer products, 4-bit weights, and lookups of 8-bit rows.
 
 `com.microsoft::MatMulIntegerToFloat` multiplies uint8 by int8 into int32 and scales the sums, which AVX512-VNNI and
-AMX do without saturation. ONNX Runtime's own fusion of Q/DQ makes the same of uint8 inputs, and of int8 ones a product
-four times as slow (BERT-base's size, 128 tokens: 52 and 206 ms, 136 in fp32). So the input becomes uint8 with a zero
-point of 128, which is the same number.
+AMX do without saturation. ONNX Runtime's own fusion of Q/DQ produces the same for uint8 inputs, and for int8 ones a
+product four times as slow (BERT-base's size, 128 tokens: 52 and 206 ms, 136 in fp32). So the input becomes uint8 with a
+zero point of 128, which is the same number.
 
-`com.microsoft::MatMulNBits` reads weights of 4 bits in blocks. Its inputs are quantised to 8 bits in blocks of the same
+`com.microsoft::MatMulNBits` reads 4-bit weights in blocks. Its inputs are quantised to 8 bits in blocks of the same
 length (`accuracy_level` 4), which makes one token 3 to 4 times as fast as inputs in fp32 (768 by 3,072 weights: 0.14
-and 0.58 ms, 0.20 with weights in fp32) and errs by far less than the weights do.
+and 0.58 ms, 0.20 with weights in fp32) with an error far below that of the weights.
 
-ONNX Runtime multiplies no fp8. It refuses some graphs with Q/DQ of fp8 that its own rewriting makes, so these become
-casts and products, which is the same.
+ONNX Runtime has no fp8 products. It refuses some graphs with fp8 Q/DQ that its own rewriting makes, so these become
+casts and products, which is equivalent.
 
-A table behind DQ would be dequantised whole, on every call or once into fp32 memory. So rows are looked up first.
+A table followed by DQ would be dequantised as a whole, on every call or once into fp32 memory. So its rows are looked
+up first.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ CONTRIB, PRODUCT = "com.microsoft", "MatMulIntegerToFloat"
 INT4 = ir.DataType.INT4
 NIBBLES = "MatMulNBits"
 KERNELS = frozenset({f"{CONTRIB}::{PRODUCT}", f"{CONTRIB}::{NIBBLES}"})
-"""What reads quantised weights as they are stored."""
+"""Operators that read quantised weights as they are stored."""
 
 HALF = 128
-"""Of uint8, the zero point that stands for int8's zero."""
+"""The uint8 zero point that corresponds to int8's zero."""
 
 IN_8_BITS = 4
 """The `accuracy_level` of `MatMulNBits` that quantises inputs."""
 
 
 def integer_products(model: ir.Model) -> PassResult:
-    """Write every product between Q/DQ of `model`, in place, as an integer product, with its bias where one follows."""
+    """Rewrite every product between Q/DQ of `model`, in place, as an integer product, including a bias that follows."""
     graph, quantised = model.graph, dict[ir.Value, ir.Value]()
-    for found in (products := products_between(model, INT8)):
-        quantise, weight, node = found.quantise, found.weight, found.product
+    for between in (products := products_between(model, INT8)):
+        quantise, weight, node = between.quantise, between.weight, between.product
         assert quantise is not None
         key = quantise.outputs[0]
         if key not in quantised:
             quantised[key] = insert(graph, quantise, partial(_unsigned, quantise=quantise))
         last, bias = _with_bias(node)
-        stored = _own(graph, found)
+        stored = _unshared(graph, between)
         inputs = [quantised[key], stored, quantise.inputs[1], weight.inputs[1], bias]
         replace_value(last.outputs[0], insert(graph, last, partial(_product, inputs=inputs, node=node)))
     if products:
@@ -69,59 +70,61 @@ def integer_products(model: ir.Model) -> PassResult:
     return PassResult(model, bool(products))
 
 
-def _own(graph: ir.Graph, found: Between) -> ir.Value:
-    """The weight of a product under a name of its own, for ONNX Runtime cannot load one that two products read where it
-    makes weights unsigned (:func:`~attnforge.runtime.backends.onnxruntime.session_options`). A bundle holds it once."""
-    if len(found.stored.uses()) == 1:
-        return found.stored
-    own = ir.Value(name=f"{found.stored.name}/{found.product.name}", const_value=found.stored.const_value)
-    graph.register_initializer(like(own, found.stored))
-    return own
+def _unshared(graph: ir.Graph, between: Between) -> ir.Value:
+    """The weight of a product under a separate name, because ONNX Runtime cannot load one that two products read when
+    it makes weights unsigned (:func:`~attnforge.runtime.backends.onnxruntime.session_options`). A bundle stores it
+    once."""
+    if len(between.stored.uses()) == 1:
+        return between.stored
+    copy = ir.Value(name=f"{between.stored.name}/{between.product.name}", const_value=between.stored.const_value)
+    graph.register_initializer(like(copy, between.stored))
+    return copy
 
 
 def products_of_nibbles(model: ir.Model) -> PassResult:
-    """Write every product with a weight of 4 bits of `model`, in place, as one that reads it so, with its bias."""
+    """Rewrite every product of `model` with a 4-bit weight, in place, as one that reads it packed, including its
+    bias."""
     stored: dict[ir.Value, list[ir.Value]] = {}
-    for found in (products := products_between(model, INT4)):
-        if found.stored not in stored:
-            stored[found.stored] = _nibbles(model.graph, found)
-        last, bias = _with_bias(found.product)
-        result = insert(model.graph, last, partial(_by_nibbles, found=found, stored=stored[found.stored], bias=bias))
-        replace_value(last.outputs[0], result)
+    for between in (products := products_between(model, INT4)):
+        if between.stored not in stored:
+            stored[between.stored] = _nibbles(model.graph, between)
+        last, bias = _with_bias(between.product)
+        emit = partial(_by_nibbles, between=between, stored=stored[between.stored], bias=bias)
+        replace_value(last.outputs[0], insert(model.graph, last, emit))
     if products:
         model.graph.opset_imports[CONTRIB] = 1
     return PassResult(model, bool(products))
 
 
-def _nibbles(graph: ir.Graph, found: Between) -> list[ir.Value]:
-    """A weight as the operator has it, (outputs, blocks, block / 2) of two numbers each, about a zero of 8, and its
-    scales, (outputs, blocks)."""
-    scale = found.weight.inputs[1]
-    assert found.stored.const_value is not None and scale is not None and scale.const_value is not None
-    numbers, scales = found.stored.const_value.numpy().astype(np.int8), scale.const_value.numpy()
+def _nibbles(graph: ir.Graph, between: Between) -> list[ir.Value]:
+    """A weight in the operator's format, `(outputs, blocks, block / 2)` of two numbers each, with a zero point of 8,
+    and its scales, `(outputs, blocks)`."""
+    scale = between.weight.inputs[1]
+    assert between.stored.const_value is not None and scale is not None and scale.const_value is not None
+    numbers, scales = between.stored.const_value.numpy().astype(np.int8), scale.const_value.numpy()
     halves = (numbers.T + 8).astype(np.uint8).reshape(numbers.shape[1], len(scales), -1)
     return [
-        initializer(graph, f"{found.stored.name}/nibbles", halves[..., ::2] | halves[..., 1::2] << 4),
+        initializer(graph, f"{between.stored.name}/nibbles", halves[..., ::2] | halves[..., 1::2] << 4),
         initializer(graph, f"{scale.name}/nibbles", scales.T),
     ]
 
 
-def _by_nibbles(op: Builder, found: Between, stored: list[ir.Value], bias: ir.Value | None) -> ir.Value:
-    assert found.stored.shape is not None
-    channels, outputs = found.stored.shape.numpy()
-    block = found.weight.attributes["block_size"].as_int()
+def _by_nibbles(op: Builder, between: Between, stored: list[ir.Value], bias: ir.Value | None) -> ir.Value:
+    assert between.stored.shape is not None
+    channels, outputs = between.stored.shape.numpy()
+    block = between.weight.attributes["block_size"].as_int()
     sizes = {"K": channels, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": IN_8_BITS}
-    operands = [found.product.inputs[0], *stored, *([None, None, bias] if bias is not None else [])]
-    product = op.op(NIBBLES, operands, sizes, domain=CONTRIB, name=found.product.name)
-    return like(product, found.product.outputs[0])
+    operands = [between.product.inputs[0], *stored, *([None, None, bias] if bias is not None else [])]
+    product = op.op(NIBBLES, operands, sizes, domain=CONTRIB, name=between.product.name)
+    return like(product, between.product.outputs[0])
 
 
 def casts_for_fp8(model: ir.Model) -> PassResult:
-    """Write every Q/DQ of fp8 in `model`, in place, as a cast and a product."""
-    found = [node for node in model.graph if is_of_fp8(node)]
-    for node in found:
+    """Rewrite every fp8 Q/DQ in `model`, in place, as a cast and a product."""
+    nodes = [node for node in model.graph if is_of_fp8(node)]
+    for node in nodes:
         replace_value(node.outputs[0], insert(model.graph, node, partial(_by_cast, node=node)))
-    return PassResult(model, bool(found))
+    return PassResult(model, bool(nodes))
 
 
 def _by_cast(op: Builder, node: ir.Node) -> ir.Value:
@@ -133,12 +136,12 @@ def _by_cast(op: Builder, node: ir.Node) -> ir.Value:
 
 
 def rows_first(model: ir.Model) -> PassResult:
-    """Look rows of tables in 8 bits up before they are dequantised, in `model`, in place."""
-    found = lookups_in_8_bits(model)
-    for lookup in found:
+    """Look up rows of 8-bit tables before they are dequantised, in `model`, in place."""
+    lookups = lookups_in_8_bits(model)
+    for lookup in lookups:
         result = insert(model.graph, lookup.node, partial(_dequantised_rows, lookup=lookup))
         replace_value(lookup.node.outputs[0], result)
-    return PassResult(model, bool(found))
+    return PassResult(model, bool(lookups))
 
 
 def _dequantised_rows(op: Builder, lookup: Lookup) -> ir.Value:
@@ -150,15 +153,15 @@ def _dequantised_rows(op: Builder, lookup: Lookup) -> ir.Value:
 
 
 def _with_bias(node: ir.Node) -> tuple[ir.Node, ir.Value | None]:
-    """The node that ends a product, and its bias: the Add of one that every output channel has, or the product."""
+    """The last node of a product and its bias: the Add of one number per output channel, or else the product itself."""
     output = node.outputs[0]
     users = [use.node for use in output.uses()]
     if len(users) != 1 or users[0].op_type != "Add" or output.is_graph_output():
         return node, None
-    other = next((value for value in users[0].inputs if value is not output), None)
-    is_bias = other is not None and other.is_initializer() and other.shape is not None and len(other.shape) == 1
+    bias = next((value for value in users[0].inputs if value is not output), None)
+    is_bias = bias is not None and bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1
     width = output.shape[-1] if output.shape is not None else None
-    return (users[0], other) if is_bias and other is not None and other.shape == [width] else (node, None)
+    return (users[0], bias) if is_bias and bias is not None and bias.shape == [width] else (node, None)
 
 
 def _unsigned(op: Builder, quantise: ir.Node) -> ir.Value:

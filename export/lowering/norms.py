@@ -1,7 +1,7 @@
 """Group normalisation for ONNX Runtime, which computes the variance as a difference of large numbers.
 
-It runs `GroupNormalization` as the specification's function, with the variance E[x²] - E[x]². Of a signal that hardly
-varies, such as silence with an offset, rounding can leave that below zero, and its root is NaN.
+It runs `GroupNormalization` as the specification's function, with the variance E[x²] - E[x]². For a signal that hardly
+varies, such as silence with an offset, rounding can make that negative, and its root is NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 
 
 def centre_group_norms(model: ir.Model) -> PassResult:
-    """Write every GroupNormalization of `model`, in place, with the variance E[(x - E[x])²], never negative."""
+    """Rewrite every GroupNormalization of `model`, in place, with the variance E[(x - E[x])²], never negative."""
     nodes = [node for node in model.graph if node.domain == "" and node.op_type == "GroupNormalization"]
     for node in nodes:
         replace_value(node.outputs[0], insert(model.graph, node, lambda op, node=node: _centred(op, node)))  # type: ignore[misc]
@@ -31,7 +31,7 @@ def _centred(op: Builder, node: ir.Node) -> ir.Value:
     groups, epsilon = node.attributes.get_int("num_groups", 1), node.attributes.get_float("epsilon", 1e-5)
     members = op.Reshape(cast(op, x, wide), constant(op, [0, groups, -1]))
     centred = members
-    for _ in range(2):  # the mean of what is left takes away what rounding left of the first mean
+    for _ in range(2):  # subtracting the mean again removes the rounding error of the first mean
         centred = op.Sub(centred, op.ReduceMean(centred, constant(op, [2]), keepdims=1))
     variance = op.ReduceMean(op.Mul(centred, centred), constant(op, [2]), keepdims=1)
     normal = op.Div(centred, op.Sqrt(op.Add(variance, constant(op, epsilon, wide))))

@@ -1,26 +1,26 @@
-"""Canonical attention to the form that ONNX Runtime runs fastest on a CPU.
+"""Lower canonical attention to the form that ONNX Runtime runs fastest on a CPU.
 
-The fastest form depends on shapes, layouts and the machine, so a tuner measures (:mod:`.tuning`) where there is one;
-else rules choose:
+The fastest form depends on shapes, layouts and the machine, so a tuner measures (:mod:`.tuning`) if there is one;
+otherwise rules choose:
 
-- `com.microsoft::MultiHeadAttention` without a mask never holds the n² scores: less time, and memory that grows with n
-  instead of n². Its operands must have the heads side by side behind the tokens, or one head at a time; where that
-  costs transposes that the plain products do without (features as rows, say), it pays from some hundred tokens on.
-- `com.microsoft::GroupQueryAttention`, which is causal, does not hold them either: eight heads of 64 over 4,096 tokens
-  take a tenth of the time of the products, which hold them several times; over 1,024, two thirds.
-- A mask that is the same for every query, as one of padding is, becomes one more feature of the keys, and every query
-  has a one there: so `MultiHeadAttention` without a mask computes it, at the cost of a feature more.
-- A mask that leaves a band, as a window does, is attended to in blocks (:mod:`.blocks`): of 256 keys behind the query
-  over 4,096 tokens, a third of the time of attention without a mask, and memory linear in tokens.
-- With another mask, and causal where that does not fit, every fused form holds the scores too, and is seldom faster
-  than the products.
+- `com.microsoft::MultiHeadAttention` without a mask never materialises the n² scores: less time, and memory that grows
+  with n instead of n². Its operands must have the heads side by side after the tokens, or one head at a time; if that
+  needs transposes that the plain products do not (features as rows, say), it pays off from some hundred tokens on.
+- `com.microsoft::GroupQueryAttention`, which is causal, does not materialise them either: eight heads of 64 over 4,096
+  tokens take a tenth of the time of the products, which store several copies of them; over 1,024, two thirds.
+- A mask that is the same for every query, such as a padding mask, becomes one more feature of the keys, and every query
+  has a one there: so `MultiHeadAttention` without a mask computes it, at the cost of one feature.
+- Attention under a mask that leaves a band visible, such as a window, is computed in blocks (:mod:`.blocks`): 256 keys
+  before the query over 4,096 tokens take a third of the time of attention without a mask, and memory linear in tokens.
+- With any other mask, and for causal attention where that does not apply, every fused form materialises the scores too,
+  and is seldom faster than the products.
 - 16-bit types have no kernels for either: on the CPU the graph computes in fp32 between inputs and outputs of the
   bundle's own type. Quantised products become integer products (:mod:`.integers`).
 
-The kernels of ONNX Runtime 1.31 want masks whose last two dims are not broadcast; a causal flag that counts from the
-first key (`MultiHeadAttention` counts so where there are as many queries as keys); heads of a multiple of 8 for
-`GroupQueryAttention`, which is always causal. `Attention` gives zeros to a query without keys, `MultiHeadAttention`
-with a bias NaN, as a bare softmax does.
+The kernels of ONNX Runtime 1.31 require masks whose last two dims are not broadcast; a causal flag that counts from the
+first key (`MultiHeadAttention` does so with as many queries as keys); and head sizes that are a multiple of 8 for
+`GroupQueryAttention`, which is always causal. `Attention` gives zeros for a fully masked row; `MultiHeadAttention` with
+a bias gives NaN, like a bare softmax.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ CAUSAL_AS_FEATURE = f"{GROUP_QUERY}, mask as a feature"
 GROUP_QUERY_CACHE, FILLED_ATTENTION = f"{GROUP_QUERY}, cache in place", "Attention, filled part of the cache"
 
 HIDDEN = -2e38
-"""The feature of a key that is not to be seen. Beside it every other score vanishes, so that keys with it alone get
-equal weights, as those that a very low number hides. No score of up to 1e38 makes it infinite or brings it up to that
-of a key that is seen; minus infinity itself would be no number where a block of keys in the kernel is hidden whole."""
+"""The feature of a hidden key. Next to it every other score vanishes, so that fully masked rows get equal weights, as
+with a very low number as mask. No score of up to 1e38 makes it infinite or raises it to that of a visible key; minus
+infinity itself would give NaN if the kernel hides a whole block of keys."""
 
 MANY_BYTES = 24 * 2**20
-"""Bytes of queries, keys and values of all heads, at the largest sizes, from which each head is projected and attended
-to on its own. The kernel copies its inputs, so all heads at once take twice these bytes; below, one call for all heads
-is chosen, which is some two percent faster."""
+"""Bytes of queries, keys and values of all heads, at the largest sizes, from which each head is projected and computed
+on its own. The kernel copies its inputs, so all heads at once take twice these bytes; below, one call for all heads is
+chosen, which is about two percent faster."""
 
 MANY_SCORES = 512 * 512
-"""Scores a head from which a form that does not hold them is worth any transposes that it takes, and causal attention
-in one kernel its copies."""
+"""Scores per head from which a form that does not materialise them is worth any transposes that it needs, and causal
+attention in one kernel is worth its copies."""
 
 BLOCKS = (64, 128, 256)
-"""Queries of a block, where a mask leaves a band."""
+"""Queries per block, if a mask leaves a band visible."""
 
 ENDS = (("n_q", "d_k"), ("n_k", "d_k"), ("n_k", "d_v"), ("n_q", "d_v"))
 """Tokens and features of query, key, value and output."""
@@ -109,12 +109,12 @@ def lower(
     """Rewrite every canonical site of `model`, in place, for ONNX Runtime.
 
     Args:
-        model: with canonical Attention nodes.
+        model: a graph with canonical Attention nodes.
         sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
-        sizes: the usual size of each symbol of the dims.
-        device: on `"cuda"` the types stay the graph's; on `"cpu"` 16-bit types are widened to fp32.
+        sizes: the usual size of each symbolic dim.
+        device: on `"cuda"` the graph's types are kept; on `"cpu"` 16-bit types are widened to fp32.
         tuner: chooses by measuring on this machine's CPU; without one the rules choose.
-        largest: the largest size of each symbol; by default as `sizes`.
+        largest: the largest size of each symbolic dim; by default the same as `sizes`.
 
     Returns:
         the form of every canonical site, and why it was chosen.
@@ -127,8 +127,8 @@ def lower(
     lowered = []
     for site, attention in attentions(model, sites):
         candidates = candidates_for(site.name, attention)
-        frugal = [c.form for c in candidates if not c.holds_scores and device == "cpu"]
-        choice = _by_rules(attention, sizes, frugal)
+        without_scores = [c.form for c in candidates if not c.materialises_scores and device == "cpu"]
+        choice = _by_rules(attention, sizes, without_scores)
         if tuner is not None:
             choice = tuner.choose(attention, candidates, choice, None if attention.cached is None else OF_STEPS)
         candidate = next(candidate for candidate in candidates if candidate.form == choice.form)
@@ -136,13 +136,13 @@ def lower(
             candidate, choice = _in_less_memory(attention, candidate, choice, largest or sizes)
         write(model.graph, attention, candidate)
         lowered.append(candidate.lowered(site.name, choice))
-    modified |= casts_for_fp8(model).modified | bool(lowered)  # behind the sites, which are told by their Q/DQ
+    modified |= casts_for_fp8(model).modified | bool(lowered)  # after the sites, which are recognised by their Q/DQ
     modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
 
 
 def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
-    """Put a form in the place of a site. The Attention node stays, without users."""
+    """Replace a site by a form. The Attention node stays, without users."""
     result = insert(graph, attention.node, lambda op: candidate.emit(op, attention, candidate.node))
     replace_value(attention.output.value, result)
     if candidate.form.startswith(CONTRIB):
@@ -153,7 +153,7 @@ def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
 
 
 def candidates_for(site: str, a: Attention) -> list[Candidate]:
-    """The forms that compute what `a` does at any sizes; the plain products first, in a step those over the cache."""
+    """The forms that compute `a` at any sizes; the plain products first, in a decoder step those over the cache."""
     if a.cached is not None:
         return _candidates_for_step(site, a)
     multi_head, grouped = f"{site}/MultiHeadAttention", f"{site}/GroupQueryAttention"
@@ -162,36 +162,38 @@ def candidates_for(site: str, a: Attention) -> list[Candidate]:
         return candidates
     if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and a.has_static_heads and not a.softcap:
         if not a.is_triangle:
-            candidates.append(Candidate(MASK_AS_FEATURE, multi_head, _mask_as_feature, holds_scores=False))
+            candidates.append(Candidate(MASK_AS_FEATURE, multi_head, _mask_as_feature, materialises_scores=False))
         elif sizes_of(a.mask)[1] == ONE:
-            candidates.append(Candidate(CAUSAL_AS_FEATURE, grouped, _causal_mask_as_feature, holds_scores=False))
+            candidates.append(Candidate(CAUSAL_AS_FEATURE, grouped, _causal_mask_as_feature, materialises_scores=False))
     if a.mask is not None and not _is_additive(a):
         return candidates
     as_many = a.size("n_q") == a.size("n_k")
     if not a.softcap and (not a.is_causal or as_many):
-        holds = a.mask is not None or a.is_causal
+        materialises = a.mask is not None or a.is_causal
         if a.size("H").is_static:
-            candidates.append(Candidate(MULTI_HEAD, multi_head, partial(_multi_head, packed=True), holds_scores=holds))
+            emit = partial(_multi_head, packed=True)
+            candidates.append(Candidate(MULTI_HEAD, multi_head, emit, materialises_scores=materialises))
         if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
-            candidates.append(Candidate(ONE_HEAD, multi_head, partial(_multi_head, packed=False), holds_scores=holds))
+            emit = partial(_multi_head, packed=False)
+            candidates.append(Candidate(ONE_HEAD, multi_head, emit, materialises_scores=materialises))
     if a.mask is None or not a.silent_rows_are_nan:
         candidates.append(Candidate("Attention", f"{site}/Attention", _standard))
     if a.residue == "none" and is_for_group_query(a):
         if a.is_triangle:
-            candidates.append(Candidate(GROUP_QUERY, grouped, _group_query, holds_scores=False))
-        elif a.staircase:
+            candidates.append(Candidate(GROUP_QUERY, grouped, _group_query, materialises_scores=False))
+        elif a.causal_prefix:
             later = f"{grouped}/later queries"
-            candidates.append(Candidate(GROUP_QUERY_FIRST, later, _after_first, holds_scores=False))
+            candidates.append(Candidate(GROUP_QUERY_FIRST, later, _after_first, materialises_scores=False))
     if a.band is not None and a.has_static_heads:
-        name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # no map of two parts
+        name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # two parts have no map
         for width in a.band.widths(BLOCKS):
             emit = partial(_in_blocks, width=width)
-            candidates.append(Candidate(_blocks_form(a.band, width), name, emit, holds_scores=False))
+            candidates.append(Candidate(_blocks_form(a.band, width), name, emit, materialises_scores=False))
     return candidates
 
 
 OF_STEPS = Measurement(step_tuning.signature, partial(step_tuning.measured, write=write))
-"""How attention over a cache is measured."""
+"""The measurement of attention over a cache."""
 
 
 def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
@@ -203,7 +205,7 @@ def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
         candidates.append(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard))
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
-        candidates.append(Candidate(GROUP_QUERY_CACHE, name, group_query, holds_scores=False))
+        candidates.append(Candidate(GROUP_QUERY_CACHE, name, group_query, materialises_scores=False))
     return candidates
 
 
@@ -213,10 +215,10 @@ def _blocks_form(band: Band, width: int) -> str:
 
 
 def _is_additive(a: Attention) -> bool:
-    """Whether the mask does the same when it is added to the scores, and has dims of the scores' own.
+    """Whether adding the mask to the scores is equivalent, and its dims are the scores' own.
 
-    A finite number that replaces scores does not do the same; nor does a mask beside a causal flag, which together may
-    leave a query without keys.
+    A finite number that replaces scores is not equivalent; nor is a mask combined with a causal flag, which together
+    may mask a row fully.
     """
     assert a.mask is not None
     same = all(step.fill in (None, -np.inf) for step in mask_steps(a.mask))
@@ -228,54 +230,52 @@ def _products_form(a: Attention) -> str:
     return "MatMul·Tanh·Softmax·MatMul" if a.softcap else "MatMul·Softmax·MatMul"
 
 
-def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> FormChoice:
+def _by_rules(a: Attention, sizes: Mapping[str, int], without_scores: Sequence[str]) -> FormChoice:
     """The form that the rules choose.
 
     Args:
         a: the site.
-        sizes: the usual size of each symbol.
-        frugal: the forms that do not hold the scores on this device.
+        sizes: the usual size of each symbolic dim.
+        without_scores: the forms that do not materialise the scores on this device.
     """
     products = _products_form(a)
     if a.cached is not None:
-        if GROUP_QUERY_CACHE in frugal:
-            return FormChoice(GROUP_QUERY_CACHE, "writes to the cache in place, and reads what is filled of it")
+        if GROUP_QUERY_CACHE in without_scores:
+            return FormChoice(GROUP_QUERY_CACHE, "writes to the cache in place, and reads only its filled part")
         form = FILLED_ATTENTION if a.softmax_dtype == a.dtype else f"{products}, filled part"
-        return FormChoice(form, "reads what is filled of the cache")
+        return FormChoice(form, "reads only the filled part of the cache")
     if a.scales is not None:
-        return FormChoice(products, "in fp8, for parity: no fused form rounds what the softmax makes")
+        return FormChoice(products, "in fp8, for parity: no fused form rounds the softmax's output")
     scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
-    if GROUP_QUERY in frugal and scores >= MANY_SCORES:
+    if GROUP_QUERY in without_scores and scores >= MANY_SCORES:
         return FormChoice(
-            GROUP_QUERY, "causal, and no other mask: memory linear in tokens, and less time where these are many"
+            GROUP_QUERY, "causal, with no other mask: memory linear in tokens, and less time with many tokens"
         )
-    first = a.staircase or 0
-    if GROUP_QUERY_FIRST in frugal and scores >= MANY_SCORES and 2 * first <= usual(a.size("n_q"), sizes):
-        return FormChoice(
-            GROUP_QUERY_FIRST, "causal, but for the first queries, which see the first keys and no others"
-        )
+    first = a.causal_prefix or 0
+    if GROUP_QUERY_FIRST in without_scores and scores >= MANY_SCORES and 2 * first <= usual(a.size("n_q"), sizes):
+        return FormChoice(GROUP_QUERY_FIRST, "causal, except for the first queries, which see only the first keys")
     for form in (MASK_AS_FEATURE, CAUSAL_AS_FEATURE):
-        if form in frugal and scores >= MANY_SCORES:
+        if form in without_scores and scores >= MANY_SCORES:
             return FormChoice(form, "the mask hides the same keys from every query: memory linear in tokens")
     if a.band is not None and scores >= MANY_SCORES:
         widths = a.band.widths(BLOCKS) or BLOCKS
         width = next((width for width in widths if width >= a.band.span), widths[-1])
         form, tokens = _blocks_form(a.band, width), usual(a.size("n_k"), sizes)
-        if form in frugal and 2 * a.band.products(width, tokens) <= tokens**2:
-            return FormChoice(form, "the mask leaves a band: of the keys, each block of queries meets those alone")
+        if form in without_scores and 2 * a.band.products(width, tokens) <= tokens**2:
+            return FormChoice(form, "the mask leaves a band: each block of queries attends only to the keys in it")
     if a.mask is not None or a.is_causal:
-        why = "with a mask fused forms hold the scores too, and are seldom faster than the products"
+        why = "with a mask, fused forms materialise the scores too, and are seldom faster than the products"
         return FormChoice(products, why)
     if a.softcap:
-        return FormChoice(products, "a soft cap on the scores, which the form that does not hold them does not know")
+        return FormChoice(products, "a soft cap on the scores, which the form that does not materialise them lacks")
     if a.softmax_dtype != a.dtype:
-        why = "the softmax is computed in another type than the products, which fused forms cannot"
+        why = "the softmax is computed in another type than the products, which fused forms do not support"
         return FormChoice(products, why)
     form, layouts = ONE_HEAD, _apart(a)
     if a.size("H").is_static and _moves(a, _packed(a)) <= _moves(a, _apart(a)):
         form, layouts = MULTI_HEAD, _packed(a)
     if scores < MANY_SCORES and _moves(a, layouts) > _moves_of_products(a):
-        why = f"the fused form would need other layouts, which about {scores} scores a head do not repay"
+        why = f"the fused form needs other layouts, which do not pay off at about {scores} scores per head"
         return FormChoice(products, why)
     return FormChoice(form, "the fast path without a mask: memory linear in tokens")
 
@@ -283,33 +283,33 @@ def _by_rules(a: Attention, sizes: Mapping[str, int], frugal: Sequence[str]) -> 
 def _in_less_memory(
     a: Attention, candidate: Candidate, choice: FormChoice, largest: Mapping[str, int]
 ) -> tuple[Candidate, FormChoice]:
-    """Head after head where all heads at once would take :data:`MANY_BYTES`; else the candidate as it is."""
+    """Use one node per head if all heads at once would take :data:`MANY_BYTES`; otherwise keep the candidate."""
     operands = [("B", "H", *ends) for ends in ENDS[:3]]
     size = 4 * sum(prod(usual(a.size(dim), largest) for dim in dims) for dims in operands)  # bytes in fp32
-    if candidate.form != MULTI_HEAD or candidate.holds_scores or size < MANY_BYTES:
+    if candidate.form != MULTI_HEAD or candidate.materialises_scores or size < MANY_BYTES:
         return candidate, choice
-    why = f"; head after head, for queries, keys and values of all are {size / 2**20:.0f} MiB at most"
+    why = f"; head after head, because queries, keys and values of all heads take up to {size / 2**20:.0f} MiB"
     choice = replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why)
     return replace(candidate, form=HEAD_AFTER_HEAD, emit=_head_after_head), choice
 
 
 def _packed(a: Attention) -> list[Layout]:
-    """Query, key, value and output with the heads side by side in the last dim."""
+    """Layouts of query, key, value and output with the heads side by side in the last dim."""
     return [a.layout("B", tokens, f"H {features}") for tokens, features in ENDS]
 
 
 def _apart(a: Attention) -> list[Layout]:
-    """Query, key, value and output with every head a batch of its own."""
+    """Layouts of query, key, value and output with heads as batches."""
     return [a.layout("B H", tokens, features) for tokens, features in ENDS]
 
 
 def _moves(a: Attention, layouts: Sequence[Layout]) -> int:
-    """How many operands must be transposed, or have their shape computed, to have `layouts`."""
+    """The number of operands that have to be transposed, or need a computed shape, to get `layouts`."""
     return sum(effort(have, want) for have, want in zip(_layouts(a), layouts, strict=True))
 
 
 def _moves_of_products(a: Attention) -> int:
-    """The same for the products, where the last two dims may come swapped, as ONNX Runtime's product takes them."""
+    """The same for the products, which also take the last two dims swapped, as ONNX Runtime's product does."""
     return sum(
         min(effort(have, a.layout("B", "H", n, d)), effort(have, a.layout("B", "H", d, n)))
         for have, (n, d) in zip(_layouts(a), ENDS, strict=True)
@@ -366,16 +366,16 @@ def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     apart = op.Reshape(grouped, constant(op, [0, -1, a.size("H").factor, size]))
     output = a.layout("B", "n_q", "H", "d_v")
     result = typed(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), a.dtype, _dims(output))
-    if not a.silent_rows_are_nan:  # zeros, where neither the query's own key nor an earlier one is to be seen
-        seen = op.CumSum(op.Cast(_is_shown(op, mask), to=INT32.value), constant(op, 3))
-        some = op.Transpose(op.Greater(seen, constant(op, 0, INT32)), perm=[0, 3, 1, 2])
+    if not a.silent_rows_are_nan:  # zeros if neither the query's own key nor an earlier one is visible
+        shown = op.CumSum(op.Cast(_is_shown(op, mask), to=INT32.value), constant(op, 3))
+        some = op.Transpose(op.Greater(shown, constant(op, 0, INT32)), perm=[0, 3, 1, 2])
         result = like(op.Where(some, result, constant(op, 0.0, a.dtype)), result)
     return a.as_output(op, result, output)
 
 
 def _with_feature(op: Builder, a: Attention, heads: str, more: int) -> tuple[ir.Value, list[ir.Value]]:
-    """The mask of one query, and query and key, heads side by side, with `more` features a head: the first tells of a
-    key whether it is hidden, the others are zeros. The scale is the query's already."""
+    """The mask of one query, and query and key, heads side by side, with `more` features per head: the first says
+    whether a key is hidden, the others are zeros. The scale is already applied to the query."""
     query = a.arranged(op, a.query, a.layout("B", "n_q", "H", "d_k"))
     key = a.arranged(op, a.key, a.layout("B", "n_k", heads, "d_k"))
     mask = _mask_by_key(op, a, key)
@@ -393,7 +393,7 @@ def _with_feature(op: Builder, a: Attention, heads: str, more: int) -> tuple[ir.
 
 
 def _is_shown(op: Builder, mask: ir.Value) -> ir.Value:
-    """A mask that only hides, as a condition."""
+    """A mask that only hides, as a boolean."""
     if mask.dtype == BOOL:
         return mask
     assert mask.dtype is not None
@@ -401,14 +401,14 @@ def _is_shown(op: Builder, mask: ir.Value) -> ir.Value:
 
 
 def _mask_by_key(op: Builder, a: Attention, key: ir.Value) -> ir.Value:
-    """The mask of one query that sees no fewer keys than any other, `(B or 1, H or 1, 1, n_k)`; `key` has its tokens as
+    """The mask of a query that sees no fewer keys than any other, `(B or 1, H or 1, 1, n_k)`; `key` has its tokens in
     dim 1."""
     mask = a.mask
     assert mask is not None and mask.dtype is not None
     if sizes_of(mask)[2] == ONE:
         return mask
     batch, heads, _, n_k = dims_of(mask)
-    if mask is not a.node.inputs[3]:  # of a site that is measured alone
+    if mask is not a.node.inputs[3]:  # the mask of a site that is measured alone
         row = op.Slice(mask, constant(op, [-1]), constant(op, [sys.maxsize]), constant(op, [2]))
         return typed(row, mask.dtype, [batch, heads, 1, n_k])
     row = mask_by_key(op, a.node, a.is_triangle)  # type: ignore[assignment]
@@ -417,7 +417,7 @@ def _mask_by_key(op: Builder, a: Attention, key: ir.Value) -> ir.Value:
 
 
 def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:
-    """MultiHeadAttention without a mask, one node a head."""
+    """MultiHeadAttention without a mask, one node per head."""
     *layouts, output = _packed(a)
     heads = a.size("H").factor
     parts = [
@@ -435,8 +435,8 @@ def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:
 
 
 def _heads(op: Builder, value: ir.Value, heads: int, width: Size) -> list[ir.Value]:
-    """The heads in the last dim of `value`, apart. A projection is written head by head, so that its whole output is
-    never held."""
+    """Split the heads in the last dim of `value`. A projection is written head by head, so that its whole output is
+    never materialised."""
     node = value.producer()
     assert value.dtype is not None
     dims = [*dims_of(value)[:-1], width.dim()]
@@ -461,9 +461,9 @@ def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
 
 
 def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
-    """A mask that has the next number in the place of its type's least. ONNX Runtime's Attention takes the least number
-    for minus infinity, and gives zeros to a query that has it for every key; by the standard, as in torch, such a query
-    attends to all keys alike."""
+    """Replace the least number of a mask's type by the next one. ONNX Runtime's Attention takes the least number for
+    minus infinity, and gives zeros for a row that has it for every key; by the standard, as in torch, such a query
+    attends equally to all keys."""
     assert mask.dtype is not None
     if mask.dtype == BOOL:
         return mask
@@ -476,7 +476,8 @@ def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
 
 
 def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
-    """Heads that come apart are samples, which the kernel computes in half the memory: it need not move them."""
+    """If the heads are not side by side, they become samples, which the kernel computes in half the memory: it need not
+    move them."""
     packed = [a.layout("B", *ends) for ends in SIDE_BY_SIDE]
     are_samples = a.size("H") == a.size("H_kv") and _moves(a, _apart(a)) < _moves(a, packed)
     *layouts, output = _apart(a) if are_samples else packed
@@ -491,7 +492,7 @@ def _grouped(
     """GroupQueryAttention of `(batch, tokens, heads · size)` operands."""
     query, key, value = operands
     batch, tokens = op.Shape(query, start=0, end=1), op.Shape(query, start=1, end=2)
-    last = op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value)  # of the keys, in every sequence
+    last = op.Cast(op.Sub(tokens, constant(op, [1])), to=INT32.value)  # index of the last key, in every sequence
     last = op.Expand(last, batch)
     inputs = [query, key, value, None, None, last, op.Cast(op.Squeeze(tokens), to=INT32.value)]
     result, *_ = op.op_multi_out("GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=name)
@@ -499,9 +500,9 @@ def _grouped(
 
 
 def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
-    """Where every query sees some first keys beside earlier ones: the first queries on those, and no others, and the
-    later ones as in causal attention."""
-    count = a.staircase
+    """Attention in which every query sees some first keys in addition to earlier ones: the first queries are computed
+    on those keys alone, and the later ones as in causal attention."""
+    count = a.causal_prefix
     assert count is not None
     *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     operands = a.inputs(op, layouts)
@@ -541,7 +542,7 @@ def _dims(layout: Layout) -> list[int | ir.SymbolicDim]:
 
 
 def _guarded(op: Builder, a: Attention, result: ir.Value, layout: Layout) -> ir.Value:
-    """`result` as the graph's output, with zeros for queries without keys where the site gives zeros."""
+    """`result` as the graph's output, with zeros for fully masked rows if the site gives zeros there."""
     if a.mask is not None and not a.silent_rows_are_nan:
         have = Layout([*_mask_layout(a, a.mask).dims[:3], ()])
         if set(have.dims[1]) and len(layout) == 3:  # rows that differ by head do not broadcast to heads side by side
@@ -560,7 +561,7 @@ def _mask_layout(a: Attention, mask: ir.Value) -> Layout:
 
 
 def _bias(op: Builder, a: Attention, mask: ir.Value) -> ir.Value:
-    """The mask as numbers to add, whole along queries and keys."""
+    """The mask as numbers to add, full-size along queries and keys."""
     if mask.dtype == BOOL:
         zero, least = constant(op, 0.0, a.dtype), constant(op, -np.inf, a.dtype)
         mask = like(op.Where(mask, zero, least), mask, a.dtype)
@@ -568,6 +569,6 @@ def _bias(op: Builder, a: Attention, mask: ir.Value) -> ir.Value:
 
 
 def _whole_rows(op: Builder, a: Attention, mask: ir.Value) -> ir.Value:
-    """`mask` repeated along queries and keys where it is broadcast there."""
+    """`mask` repeated along queries and keys if it is broadcast there."""
     have = _mask_layout(a, mask)
     return a.arranged(op, Operand(mask, have), Layout([*have.dims[:2], *a.layout("n_q", "n_k").dims]))

@@ -1,4 +1,4 @@
-"""Attention written out as two products around a softmax, and what the mask of a canonical node does step by step."""
+"""Attention decomposed into two products around a softmax, and the steps of a canonical node's mask."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def decompose(
 ) -> ir.Value:
     """Attention as two products around a softmax, on four dims.
 
-    The scale goes on the query, where it costs n·d and keeps the scores small. Q/DQ of fp8 stand behind it, right
-    before the products, where TensorRT fuses them; what the softmax makes is 1 at most, so its scale is fixed. Masks
-    are applied to the scores before these are cast and, wherever the order makes no difference, before a bias is added:
-    TensorRT keeps the choice inside its fused kernel only there.
+    The scale is applied to the query, where it costs n·d and keeps the scores small. fp8 Q/DQ come after it, right
+    before the products, where TensorRT fuses them; the softmax's output is at most 1, so its scale is fixed. Masks
+    are applied to the scores before these are cast and, where the order makes no difference, before a bias is added:
+    only there does TensorRT keep the Where inside its fused kernel.
 
     Args:
         query: `(B, H, n_q, d)`.
         key_transposed: `(B, H, d, n_k)`.
-        value: `(B, H, n_k, d_v)`, or `(B, H, d_v, n_k)` where `as_columns`.
+        value: `(B, H, n_k, d_v)`, or `(B, H, d_v, n_k)` if `as_columns`.
         softmax_name: name for the Softmax node.
         as_columns: compute the output transposed.
 
     Returns:
-        `(B, H, n_q, d_v)`, or `(B, H, d_v, n_q)` where `as_columns`.
+        `(B, H, n_q, d_v)`, or `(B, H, d_v, n_q)` if `as_columns`.
     """
     dtype, mask = attention.dtype, attention.mask
     if attention.scale != 1.0:
@@ -72,7 +72,7 @@ def decompose(
 
 
 def _scaled(op: Builder, query: ir.Value, scale: float) -> ir.Value:
-    """`query` times `scale`, which is not rounded to 16 bits, for eager does not round it either."""
+    """`query` times `scale`, which is not rounded to 16 bits, because eager does not round it either."""
     dtype = query.dtype
     assert dtype is not None
     if dtype.bitwidth != 16 or float(np.asarray(scale).astype(dtype.numpy())) == scale:
@@ -82,7 +82,7 @@ def _scaled(op: Builder, query: ir.Value, scale: float) -> ir.Value:
 
 
 def _capped_scores(op: Builder, attention: Attention, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
-    """`(B, H, n_q, n_k)`: the product of query and key, under the soft cap where there is one."""
+    """`(B, H, n_q, n_k)`: the product of query and key, with the soft cap if there is one."""
     scores = op.MatMul(query, key_transposed)
     typed(scores, attention.dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
     if attention.softcap:
@@ -103,7 +103,7 @@ class MaskStep:
 
 
 def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
-    """What the mask of a canonical node does to the scores, in the author's order."""
+    """The operations of a canonical node's mask on the scores, in the author's order."""
     if mask is None:
         return []
     if mask.dtype == BOOL:
@@ -121,7 +121,7 @@ def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
 
 
 def last_step(mask: ir.Value) -> ir.Node | None:
-    """The Add or Where by which an added mask takes the author's last step; None where it is a bias as it stands."""
+    """The Add or Where by which an additive mask takes the author's last step; None if it is a bias as it stands."""
     node = mask.producer()
     if node is None or node.domain != "":
         return None
@@ -130,14 +130,14 @@ def last_step(mask: ir.Value) -> ir.Node | None:
 
 
 def _steps(op: Builder, attention: Attention, query: ir.Value, key_transposed: ir.Value) -> list[MaskStep]:
-    """The steps of mask and causality, all choices first and in one where the order makes no difference."""
+    """The steps of mask and causality; all conditions first and merged into one where the order makes no difference."""
     steps = mask_steps(attention.mask)
     if attention.is_causal:
         steps.insert(0, MaskStep(_causal(op, query, key_transposed), -np.inf))
     conditions = [step.operand for step in steps if step.fill is not None]
     if not conditions or any(step.fill not in (None, -np.inf) for step in steps):
         return steps
-    # One choice for all conditions: two in a row crash TensorRT-RTX 1.7's builder.
+    # One Where for all conditions: two in a row crash TensorRT-RTX 1.7's builder.
     return [MaskStep(all_of(op, conditions), -np.inf), *(step for step in steps if step.fill is None)]
 
 
@@ -145,7 +145,7 @@ def _masked(op: Builder, scores: ir.Value, step: MaskStep) -> ir.Value:
     if step.fill is None:
         bias = _kept_finite(op, step.operand)
         assert bias.dtype is not None
-        scores = cast(op, scores, bias.dtype)  # wider where attention alone is narrow, so -1e9 stays what it is
+        scores = cast(op, scores, bias.dtype)  # wider if attention alone is narrow, so -1e9 is not changed
         return like(op.Add(scores, bias), scores)
     assert scores.dtype is not None
     number = constant(op, representable(step.fill, scores.dtype), scores.dtype)
@@ -153,7 +153,7 @@ def _masked(op: Builder, scores: ir.Value, step: MaskStep) -> ir.Value:
 
 
 def _kept_finite(op: Builder, bias: ir.Value) -> ir.Value:
-    """A bias whose finite numbers stay finite where it is cast to a type of smaller range; infinities stay."""
+    """A bias whose finite numbers stay finite if it is cast to a type of smaller range; infinities stay."""
     node = bias.producer()
     if node is None or node.op_type != "Cast" or bias.dtype is None:
         return bias

@@ -1,5 +1,5 @@
-"""Queries and keys of a decoder's step that rotary tables turn (Su et al. 2021, https://arxiv.org/abs/2104.09864), as
-GroupQueryAttention can turn them itself."""
+"""Queries and keys of a decoder step that rotary tables rotate (Su et al. 2021, https://arxiv.org/abs/2104.09864), as
+GroupQueryAttention can rotate them itself."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import dims_of, initializer
 
 Parts = tuple[ir.Value, ir.Value, ir.Value]
-"""What is turned, the cosines and the sines."""
+"""The rotated value, the cosines and the sines."""
 
 
 @dataclass(frozen=True)
 class Turned:
-    """Queries or keys that rotary tables turn.
+    """Queries or keys that rotary tables rotate.
 
     Attributes:
-        operand: before that.
-        cosine, sine: initializers, `(places, half a head)`.
-        interleaved: 1 where neighbours make a pair, 0 where halves of a head do.
+        operand: the operand before the rotation.
+        cosine, sine: initializers, `(positions, half a head)`.
+        interleaved: 1 if neighbours form a pair, 0 if halves of a head do.
     """
 
     operand: Operand
@@ -34,17 +34,17 @@ class Turned:
     interleaved: int
 
     def is_as(self, other: Turned) -> bool:
-        """Whether both are turned alike."""
+        """Whether both are rotated by the same tables in the same way."""
         return (self.cosine, self.sine, self.interleaved) == (other.cosine, other.sine, other.interleaved)
 
 
 def before_rotation(operand: Operand, size: int) -> Turned | None:
-    """What is turned to make an operand; None where something else than a rotation of whole heads, by tables at the
-    places of the tokens, makes it.
+    """The operand before its rotation; None if it is not the result of rotating whole heads by tables at the tokens'
+    positions.
 
     Args:
-        operand: `(batch, heads, tokens, size)` where it is turned.
-        size: of a head; the kernel turns multiples of 16.
+        operand: `(batch, heads, tokens, size)` where it is rotated.
+        size: head size; the kernel rotates multiples of 16.
     """
     node = operand.value.producer()
     if node is None or node.domain != "" or len(operand.layout) != 4 or size % 16:
@@ -64,7 +64,7 @@ def before_rotation(operand: Operand, size: int) -> Turned | None:
 
 
 def _by_halves(node: ir.Node, size: int) -> Parts | None:
-    """A rotation of the halves x₁ and x₂ of a head as modules write it; None where a node is something else:
+    """A rotation of the halves x₁ and x₂ of a head as modules write it; None if a node is something else:
     `x · cos + (-x₂, x₁) · sin`, or `(x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin)`."""
     if node.op_type == "Add":
         return _of_whole_heads(node, size)
@@ -72,8 +72,8 @@ def _by_halves(node: ir.Node, size: int) -> Parts | None:
 
 
 def _of_whole_heads(node: ir.Node, size: int) -> Parts | None:
-    for (x, cosine), (other, sine) in itertools.product(*_factors(node)):
-        cat = _producer(other)
+    for (x, cosine), (turned, sine) in itertools.product(*_factors(node)):
+        cat = _producer(turned)
         if cat is None or cat.op_type != "Concat" or len(cat.inputs) != 2 or not _is_last_axis(cat):
             continue
         negative = _producer(cat.inputs[0])
@@ -99,18 +99,19 @@ def _of_halves(node: ir.Node, size: int) -> Parts | None:
 
 
 def _factors(node: ir.Node) -> list[list[tuple[ir.Value, ir.Value]]]:
-    """Of the products that a node adds or subtracts, the factors in both orders; nothing of what is no product."""
-    found = []
+    """The factors, in both orders, of each product that a node adds or subtracts; none for an input that is not a
+    product."""
+    factors = []
     for value in node.inputs:
         product = _producer(value)
         pair = product.inputs if product is not None and product.op_type == "Mul" else (None, None)
         a, b = pair
-        found.append([] if a is None or b is None else [(a, b), (b, a)])
-    return found
+        factors.append([] if a is None or b is None else [(a, b), (b, a)])
+    return factors
 
 
 def _half(value: ir.Value | None, size: int) -> tuple[ir.Value, int] | None:
-    """What a value is the first (0) or the second (1) half of, in the last of four dims, which has that size."""
+    """The tensor that a value is the first (0) or second (1) half of, in the last of four dims, which has that size."""
     node = _producer(value)
     x = node.inputs[0] if node is not None and node.inputs else None
     if value is None or node is None or x is None:
@@ -134,16 +135,16 @@ def _is_last_axis(node: ir.Node) -> bool:
 
 
 def _producer(value: ir.Value | None) -> ir.Node | None:
-    """The node of ONNX's own operators that computes a value; None where there is none."""
+    """The node of a standard ONNX operator that computes a value; None if there is none."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.domain == "" else None
 
 
 def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
-    """The table of that width of which `rows` are those at the places of the tokens; None where they are others.
+    """The table of that width whose rows at the tokens' positions are `rows`; None if they are anything else.
 
     Args:
-        rows: `(batch, tokens, width)` or `(batch, 1, tokens, width)`, or twice as wide with both halves the same.
+        rows: `(batch, tokens, width)` or `(batch, 1, tokens, width)`, or twice as wide with two equal halves.
         width: half a head.
     """
     if rows is None or rows.shape is None:
@@ -153,8 +154,8 @@ def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
     node = _producer(value)
     if node is None or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return None
-    table, places = node.inputs
-    of_tokens = _producer(places)
+    table, positions = node.inputs
+    of_tokens = _producer(positions)
     if table is None or not table.is_initializer() or of_tokens is None or PLACES not in of_tokens.metadata_props:
         return None
     dims = layout.dims
@@ -166,7 +167,7 @@ def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
 
 
 def _first_half(table: ir.Value, width: int) -> ir.Value | None:
-    """The first half of a table's columns as a table, which is written once; None where the second half differs."""
+    """The first half of a table's columns as a table, which is written once; None if the second half differs."""
     graph, numbers = table.graph, ir.convenience.get_const_tensor(table)
     if graph is None or numbers is None or dims_of(table)[1:] != [2 * width]:
         return None

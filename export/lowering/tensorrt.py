@@ -1,21 +1,23 @@
-"""Canonical attention to the form that TensorRT and TensorRT-RTX fuse.
+"""Lower canonical attention to the form that TensorRT and TensorRT-RTX fuse.
 
 What the builder fuses was learned from its plans (compute capability 8.0 and later): in 16-bit types, two products
-around a softmax on four dims, where queries, keys and values have one head size, between 16 and 256, and where there
-is more than one head, or the batch is dynamic or above one.
+around a softmax on four dims, if queries, keys and values have one head size, between 16 and 256, and if there is more
+than one head, or the batch is dynamic or above one.
 
 - The Attention operator is fused too, but the parser refuses some of its uses and the build fails on others, so it is
   never written.
 - fp32 has no fused kernel. The plain form is written, which always builds; on request attention alone is cast to 16
   bits, with its biases and its softmax in fp32, and then it is fused.
-- Not fused by TensorRT-RTX 1.7: a soft cap, be it `c·tanh(s/c)` in 16 bits or in fp32, with the cap folded into the
-  query, as a sigmoid, as `s/(1+|s|)`, as `exp` normalised behind the second product, or as a bias of `cap(s) - s`;
-  heads of 512, or of 320, also with the values in two.
+- Not fused by TensorRT-RTX 1.7: a soft cap, whether as `c·tanh(s/c)` in 16 bits or in fp32, with the cap folded into
+the
+  query, as a sigmoid, as `s/(1+|s|)`, as `exp` normalised after the second product, or as a bias of `cap(s) - s`;
+  heads of 512, or of 320, also with the values split in two.
 - Fused but never written: capped scores as the bias of a product of zeros, and heads of 512 with half of the product
-  as a bias and the values' halves as further heads. The bias holds all n² scores, which fusing is to avoid.
-- Not fused: a bias that is computed of constants, such as Swin's relative positions, which torch's exporter folds below
-  8,192 numbers alone. It is computed here.
-- Fused without further ado: biases computed from keys or queries (disentangled attention), and tensors that scale the
+  as a bias and the values' halves as further heads. The bias materialises all n² scores, which fusing is to avoid.
+- Not fused: a bias that is computed from constants, such as Swin's relative positions, which torch's exporter folds
+only
+  below 8,192 numbers. It is computed here.
+- Fused without changes: biases computed from keys or queries (disentangled attention), and tensors that scale the
   queries.
 """
 
@@ -39,8 +41,8 @@ from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.blocks import in_blocks
+from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.products import decompose, mask_steps
-from attnforge.export.lowering.stairs import in_stairs
 from attnforge.export.lowering.tuning import usual
 from attnforge.export.tensorrt.build import softmax_of
 
@@ -50,25 +52,27 @@ SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Range of head sizes of the fused kernels."""
 
 FEWEST_KEYS = 32
-"""Of attention in fp8 that is fused."""
+"""Minimum number of keys of fused fp8 attention."""
 
 LARGEST_MASK = 2**24
-"""Numbers of a mask that is computed here."""
+"""Maximum elements of a mask that is computed here."""
 
 BLOCKS = (256, 128, 64, 32)
-"""Queries of a block, where a mask leaves a band."""
+"""Queries per block, if a mask leaves a band visible."""
 
 MOST_PRODUCTS = 1.3
-"""Of the products that a band needs, those that its blocks compute; more only with the smallest blocks."""
+"""Maximum ratio of the products that a band's blocks compute to those it needs; exceeded only by the smallest
+blocks."""
 
 MANY_SCORES = 512 * 512
-"""Scores a head from which attention within a band is cut into blocks."""
+"""Scores per head from which attention within a band is cut into blocks."""
 
 STEPS, MANY_TOKENS = 4, 2048
-"""Blocks of queries of causal attention, and tokens from which there are any: five eighths of the products are left."""
+"""Blocks of queries for causal attention, and tokens from which there are any: they compute five eighths of the
+products."""
 
 MANY_IN_CHUNK = 128
-"""Tokens of a causal chunk from which it is computed in as many steps."""
+"""Tokens of a causal chunk from which it is computed in as many blocks."""
 
 
 def lower(
@@ -81,12 +85,12 @@ def lower(
     """Rewrite every canonical site of `model`, in place, for TensorRT.
 
     Args:
-        model: with canonical Attention nodes.
+        model: a graph with canonical Attention nodes.
         sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
-        attention_dtype: the type that attention alone is computed in, between casts; by default the graph's own.
-        sizes: the usual size of each symbol of the dims; without them attention within a band is written like any
-            other where the tokens are dynamic.
-        not_in_fp8: why a site is not, beside products that are, by the site's name.
+        attention_dtype: type of attention alone, between casts; by default the graph's own.
+        sizes: the usual size of each symbolic dim; without them attention within a band is written like any other if
+            the tokens are dynamic.
+        not_in_fp8: why a site is not in fp8 although products are, by site name.
 
     Returns:
         the form of every canonical site, and why it was chosen.
@@ -109,7 +113,7 @@ def lower(
 
 
 def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:
-    """Replace the masks and biases of canonical sites that are computed of constants alone by weights."""
+    """Replace the masks and biases of canonical sites that are computed from constants alone by weights."""
     operands = [step.operand for _, attention in attentions(model, sites) for step in mask_steps(attention.mask)]
     known: dict[ir.Value, bool] = {}
     wanted = [value for value in dict.fromkeys(operands) if value.producer() and _is_constant(value, known)]
@@ -124,12 +128,13 @@ def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:
 
 
 def _is_constant(value: ir.Value, known: dict[ir.Value, bool], depth: int = 24) -> bool:
-    """Whether a tensor of static, moderate size is computed of constants alone, by `depth` operators in a row at most.
+    """Whether a tensor of static, moderate size is computed from constants alone, by a chain of at most `depth`
+    operators.
 
     Args:
         value: the tensor.
         known: the answers so far.
-        depth: a longer chain comes from the model's inputs.
+        depth: a longer chain is assumed to come from the model's inputs.
     """
     if ir.convenience.get_const_tensor(value) is not None:
         return True
@@ -144,14 +149,14 @@ def _is_constant(value: ir.Value, known: dict[ir.Value, bool], depth: int = 24) 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a site is written.
+    """The form in which a site is written.
 
     Attributes:
-        why: why so.
-        unfused: why no fused kernel is to be expected; None where one is.
-        head_size: the size that heads are padded to; None where they keep theirs.
+        why: why this way.
+        unfused: why no fused kernel is expected; None if one is.
+        head_size: the size that heads are padded to; None if they keep theirs.
         pair: how a lone head becomes two.
-        width: queries of a block, where the mask leaves a band; None for one block of all.
+        width: queries per block, if the mask leaves a band visible; None for a single block.
         steps: blocks of causal queries, each with the keys up to its own; with a width, in every chunk.
     """
 
@@ -164,7 +169,7 @@ class _Recipe:
 
     @property
     def form(self) -> str:
-        """The operators, and how often."""
+        """The operators, and the number of blocks."""
         if self.width is not None:
             how = f", blocks of {self.width}" + (f", {self.steps} steps each" if self.steps > 1 else "")
         else:
@@ -175,12 +180,12 @@ class _Recipe:
 def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Recipe:
     recipe = _Recipe(unfused=_unfused(a, dtype))
     if (width := _width(a, sizes)) is not None:
-        why = "the mask leaves a band: of the keys, each block of queries meets those alone"
+        why = "the mask leaves a band: each block of queries attends only to the keys in it"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
         if a.band is not None and a.band.is_causal_chunk and width == a.band.chunk >= MANY_IN_CHUNK:
             recipe = replace(recipe, steps=STEPS)
-    elif a.staircase == 0 and a.has_static_heads and usual(a.size("n_q"), sizes) >= MANY_TOKENS:  # no prefix
-        why = "causal: each block of queries meets the keys up to its own"
+    elif a.causal_prefix == 0 and a.has_static_heads and usual(a.size("n_q"), sizes) >= MANY_TOKENS:  # no prefix
+        why = "causal: each block of queries attends to the keys up to its own"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
     if recipe.unfused is not None:
         return recipe
@@ -191,14 +196,14 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Reci
         recipe = replace(recipe, why=why, head_size=size)
     if a.size("B") * a.size("H") == ONE and recipe.width is None:
         rows_vary = a.is_causal or (a.mask is not None and sizes_of(a.mask)[2] != ONE)
-        how = "computed twice, for its mask differs by query" if rows_vary else "half of the queries each"
+        how = "computed twice, because its mask differs by query" if rows_vary else "half of the queries each"
         why = f"{recipe.why}; a lone head is not fused, so it is written as two: {how}"
         recipe = replace(recipe, why=why, pair="copied" if rows_vary else "halved")
     return recipe
 
 
 def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
-    """Queries of a block; None where the mask leaves no band, or blocks would save less than half of the products."""
+    """Queries per block; None if the mask leaves no band, or blocks would save less than half of the products."""
     n_q, n_k = (usual(a.size(name), sizes) for name in ("n_q", "n_k"))
     if a.band is None or n_q * n_k < MANY_SCORES or not a.has_static_heads:
         return None
@@ -208,37 +213,37 @@ def _width(a: Attention, sizes: Mapping[str, int]) -> int | None:
 
 
 def _unfused(a: Attention, dtype: ir.DataType) -> str | None:
-    """Why no fused kernel takes this attention; None where one does."""
+    """Why no fused kernel supports this attention; None if one does."""
     d_k, d_v = a.size("d_k"), a.size("d_v")
     size = max(d_k.factor, d_v.factor)
     if dtype.bitwidth != 16:
         return (
-            f"TensorRT has no fused attention kernel for {dtype.name.lower()}; deploy in fp16 or bf16, or attention "
-            "alone with attention_precision"
+            f"TensorRT has no fused attention kernel for {dtype.name.lower()}; deploy in fp16 or bf16, or set "
+            "attention_precision for attention alone"
         )
     if not (d_k.is_static and d_v.is_static):
         return "the head size is dynamic"
     if a.softcap:
         return "a soft cap on the scores, which no fused kernel computes"
     if size > LARGEST_HEAD:
-        return f"heads of {size} are larger than the fused kernels take ({LARGEST_HEAD}); use more, smaller heads"
+        return f"heads of {size} exceed what fused kernels support ({LARGEST_HEAD}); use more, smaller heads"
     return None
 
 
 def why_not_in_fp8(a: Attention) -> str | None:
-    """Why TensorRT-RTX fuses no attention of this kind in fp8; None where it does. Learned from plans for SM89 and
-    SM120: with a dynamic number of tokens it multiplies in fp8 and keeps all scores in memory."""
+    """Why TensorRT-RTX fuses no attention of this kind in fp8; None if it does. Learned from plans for SM89 and SM120:
+    with a dynamic number of tokens it multiplies in fp8 and materialises all scores in memory."""
     if (why := _unfused(a, ir.DataType.FLOAT16)) is not None:
         return why
     if not (a.size("n_q").is_static and a.size("n_k").is_static):
-        return "TensorRT fuses attention in fp8 only where the numbers of queries and keys are static"
+        return "TensorRT fuses attention in fp8 only if the numbers of queries and keys are static"
     if (n_k := a.size("n_k").factor) < FEWEST_KEYS:
-        return f"TensorRT fuses attention in fp8 only over {FEWEST_KEYS} keys and more, not {n_k}"
+        return f"TensorRT fuses attention in fp8 only over at least {FEWEST_KEYS} keys, not {n_k}"
     return None
 
 
 def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.DataType) -> ir.Value:
-    """Attention in `dtype`, between casts where that is not the graph's type."""
+    """Attention in `dtype`, between casts if that is not the graph's type."""
     if dtype == a.dtype:
         return _emit(op, a, recipe, site)
     if recipe.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
@@ -253,14 +258,14 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
 
 def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str) -> ir.Value:
     if recipe.width is not None:
-        part_of = replace(recipe, width=None)
-        return in_blocks(op, a, recipe.width, lambda part, i: _emit_part(op, part, part_of, site, i))
+        of_block = replace(recipe, width=None)
+        return in_blocks(op, a, recipe.width, lambda part, i: _emit_part(op, part, of_block, site, i))
     return _emit_part(op, a, recipe, site)
 
 
 def _emit_part(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:
     if recipe.steps > 1:
-        return in_stairs(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
+        return in_causal_blocks(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
     return _emit_one(op, a, recipe, softmax_of(site, part))
 
 
@@ -295,7 +300,7 @@ def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value
 
 
 def _moved(op: Builder, a: Attention, operand: Operand, rows: str, columns: str) -> Operand:
-    """`operand` with `rows` and `columns` as its last two dims, kept from being folded into the product behind it."""
+    """`operand` with `rows` and `columns` as its last two dims, which the builder cannot fold into the next product."""
     layout = a.layout("B", "H", rows, columns)
     return Operand(_apart(op, a.arranged(op, operand, layout)), layout)
 
@@ -306,25 +311,25 @@ def _metadata(value: ir.Value) -> Mapping[str, str]:
 
 
 def _apart(op: Builder, x: ir.Value) -> ir.Value:
-    """`x` plus -0.0, which changes no number but keeps two neighbours apart.
+    """`x` plus -0.0, which changes no number but keeps two neighbouring operators separate.
 
-    The builder would fold a transpose into the product behind it, or a product into a cast, and then no longer
-    recognise attention. On the query a scale has the same effect.
+    The builder would fold a transpose into the next product, or a product into a cast, and then no longer recognise
+    attention. On the query a scale has the same effect.
     """
     assert x.dtype is not None
     return like(op.Add(x, constant(op, -0.0, x.dtype)), x)
 
 
 def _features_first(layout: Layout, a: Attention, features: str, tokens: str) -> bool:
-    """Whether a layout has its features before its tokens, so that it must be transposed."""
+    """Whether a layout has its features before its tokens and therefore has to be transposed."""
     axes = layout.axes  # lacks the axes along which the tensor is repeated
-    places = [[axes.index(axis) for axis in a.layout(name).axes if axis in axes] for name in (features, tokens)]
-    return bool(places[0] and places[1]) and min(places[0]) < min(places[1])
+    order = [[axes.index(axis) for axis in a.layout(name).axes if axis in axes] for name in (features, tokens)]
+    return bool(order[0] and order[1]) and min(order[0]) < min(order[1])
 
 
 def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:
-    """`x` with zeros behind it along `axis`, up to `size`. They add nothing to a product; those of the values are
-    sliced off the output."""
+    """`x` padded with zeros along `axis` to `size`. They add nothing to a product; those of the values are sliced off
+    the output."""
     assert x.shape is not None and isinstance(x.shape[axis], int)
     missing = size - int(x.shape[axis])  # type: ignore[arg-type]
     if missing == 0:
@@ -369,7 +374,7 @@ def _halved(op: Builder, query: ir.Value) -> ir.Value:
 
 
 def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Value:
-    """One head's output from that of a pair: the halves joined, or the first of two equal heads.
+    """One head's output from a pair's: the halves joined, or the first of two equal heads.
 
     Args:
         result: `(2, 1, n', d)`.

@@ -1,8 +1,8 @@
-"""Which form of a site is fastest on this machine: every candidate is run, side by side, on the sizes it will see.
+"""The fastest form of a site on this machine: all candidates are run and compared at the sizes they will see.
 
-A site is measured alone, from its operands as the graph holds them before any views to its output as the graph reads
-it, so that transposes count. Sites that are alike in all of that share one measurement. Every candidate is first
-compared with the first one; a candidate that differs is not timed.
+A site is measured alone, from its operands as the graph has them before any views to its output as the graph reads it,
+so that transposes count. Sites with the same operands, mask and output layouts share one measurement. Every candidate
+is first compared with the first one; a candidate that differs is not timed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from attnforge.runtime.race import ALIKE, medians
 BOOL = ir.DataType.BOOL
 
 ROUNDS = 9
-"""How often every candidate is timed."""
+"""Number of times that every candidate is timed."""
 
 LARGEST_SCORES = 2**26
-"""Bytes of scores above which no form that holds them is tried: the forms of a site, which are in memory at once, take
-about thirteen times as much."""
+"""Bytes of scores above which no form that materialises them is tried: the forms of a site, which are in memory at
+once, take about thirteen times as much."""
 
 TOLERANCE = 1e-5
-"""Relative difference from the products that fp32 rounding explains, where scores are of about one."""
+"""Relative difference from the products that fp32 rounding explains, with scores of magnitude one."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,23 @@ class Candidate:
     """A form that a site can be lowered to.
 
     Attributes:
-        form: its name.
-        node: name of the node by which the site is found again in what the backend compiled.
-        emit: writes it for an attention of these properties, at any sizes, with a node of this name.
+        form: name of the form.
+        node: name of the node by which the site is identified in the compiled graph.
+        emit: writes it for such an attention, at any sizes, with a node of the given name.
         fused: whether one kernel does the work.
-        holds_scores: whether all scores are in memory at once.
-        tolerance: relative difference from the products that it may have.
+        materialises_scores: whether all scores are in memory at once.
+        tolerance: maximum relative difference from the products.
     """
 
     form: str
     node: str
     emit: Callable[[Builder, Attention, str], ir.Value]
     fused: bool = True
-    holds_scores: bool = True
+    materialises_scores: bool = True
     tolerance: float = TOLERANCE
 
     def lowered(self, site: str, choice: FormChoice) -> Lowered:
-        """The record of a site that has this form."""
+        """The record of a site in this form."""
         unfused = None if self.fused else choice.why
         return Lowered(site, self.form, choice.why, self.node, unfused, choice.measured, choice.dropped)
 
@@ -78,10 +78,10 @@ class FormChoice:
     """The form that was chosen for a site.
 
     Attributes:
-        form: its name.
+        form: name of the form.
         why: why it was chosen.
         measured: milliseconds of every form that was timed.
-        dropped: for every form that was tried and not timed, why.
+        dropped: why each form that was tried was not timed.
     """
 
     form: str
@@ -91,17 +91,17 @@ class FormChoice:
 
 
 class Unmeasurable(Exception):
-    """A site that cannot be measured, with the reason."""
+    """A site cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a site is measured.
+    """The measurement of a site.
 
     Attributes:
-        signature: of a site and the usual sizes: what makes it the work that it is, equal for two sites that one
-            measurement serves.
-        measure: of a site, its forms, the form that the rules choose, the usual sizes and seconds: the form to take.
+        signature: identifies the work of a site at the usual sizes: equal for two sites that one measurement serves.
+        measure: takes a site, its forms, the form that the rules choose, the usual sizes and seconds; returns the form
+            to use.
     """
 
     signature: Callable[[Attention, Mapping[str, int]], Hashable]
@@ -110,13 +110,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs the forms that are measured.
+    """The library that runs the forms that are measured.
 
     Attributes:
-        name: of the library.
-        open: of a model, which it may change, and its inputs by name, what runs it and returns its output as the
-            library holds it.
-        read: that output as an array of its own.
+        name: name of the library.
+        open: takes a model, which it may modify, and its inputs by name; returns a function that runs it and returns
+            the library's own output object.
+        read: converts that output to an array.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Engine:
 
 
 def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
-    """A function that runs `model` on `feeds`, and returns its output as ONNX Runtime holds it."""
+    """A function that runs `model` on `feeds` and returns ONNX Runtime's own output value."""
     session = open_session(model, optimised=True)
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
     return lambda: session.run_with_ort_values(["output"], values)[0]
@@ -138,10 +138,10 @@ class Tuner:
     """Chooses the form of each site by measuring.
 
     Args:
-        sizes: the usual size of each symbol of the dims.
-        seconds: for measuring all sites together. Sites that come after these are left to the rules.
-        steps: counts every site; None where nobody hears of progress.
-        measured: what was measured before, by site.
+        sizes: the usual size of each symbolic dim.
+        seconds: time for measuring all sites together. Once it is spent, the remaining sites are left to the rules.
+        steps: counts every site; None if progress is not reported.
+        measured: earlier measurements, by site.
         engine: runs the forms.
 
     Attributes:
@@ -166,13 +166,13 @@ class Tuner:
     def choose(
         self, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, how: Measurement | None = None
     ) -> FormChoice:
-        """The fastest of `candidates`, or `ruled` where they cannot be measured.
+        """The fastest of `candidates`, or `ruled` if they cannot be measured.
 
         Args:
             a: the site.
             candidates: its forms, the plain products first.
             ruled: the form that the rules choose.
-            how: the site is measured; by default alone, on its usual sizes.
+            how: how the site is measured; by default alone, at its usual sizes.
         """
         site = str(a.node.name)
         if self._steps is not None:
@@ -186,7 +186,7 @@ class Tuner:
             if len(candidates) == 1:
                 return ruled
             if scores > LARGEST_SCORES:
-                raise Unmeasurable(f"its scores are {scores / 2**20:,.0f} MiB, and all but one form would hold them")
+                raise Unmeasurable(f"its scores are {scores / 2**20:,.0f} MiB, and most forms would materialise them")
             key = (how.signature(a, self.sizes), tuple(candidate.form for candidate in candidates))
             if key not in self._known:
                 if self.spent >= self.seconds:
@@ -201,7 +201,7 @@ class Tuner:
 
 
 def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
-    """The number that `size` is where each symbol has its size in `sizes`.
+    """The number that `size` is, given the size of each symbol.
 
     Raises:
         Unmeasurable: `sizes` lacks a symbol.
@@ -212,12 +212,12 @@ def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
         factors = [ir.SymbolicDim(None)]  # an expression of another grammar
     known = [factor for factor in factors if isinstance(factor, int)]
     if len(known) < len(factors):
-        raise Unmeasurable(f"the dim {size.dim()} is not known before it runs")
+        raise Unmeasurable(f"the dim {size.dim()} is not known before the model runs")
     return size.factor * prod(known)
 
 
 def usual(size: Size, sizes: Mapping[str, int]) -> int:
-    """The usual number that a size is; its static factor where its symbols are unknown."""
+    """The usual number that a size is; its static factor if its symbols are unknown."""
     try:
         return evaluated(size, sizes)
     except Unmeasurable:
@@ -243,26 +243,26 @@ def _measure(
     measured = medians(runs, ROUNDS, start + seconds - time.perf_counter())
     if not measured:
         raise Unmeasurable("; ".join(dropped.values()))
-    frugal = {candidate.form for candidate in candidates if not candidate.holds_scores}
-    form = _fastest(measured, frugal, ruled.form)
-    others = ", ".join(f"{other} {ms:.2f}" for other, ms in measured.items() if other != form)
-    why = f"measured: {measured[form]:.2f} ms" + (f" against {others}" if others else "")
-    why += "".join(f"; not {other}: {reason}" for other, reason in dropped.items())
-    return FormChoice(form, why, measured, dropped)
+    without_scores = {candidate.form for candidate in candidates if not candidate.materialises_scores}
+    chosen = _fastest(measured, without_scores, ruled.form)
+    others = ", ".join(f"{form} {ms:.2f}" for form, ms in measured.items() if form != chosen)
+    why = f"measured: {measured[chosen]:.2f} ms" + (f" against {others}" if others else "")
+    why += "".join(f"; not {form}: {reason}" for form, reason in dropped.items())
+    return FormChoice(chosen, why, measured, dropped)
 
 
 def agreeing(
     candidates: Sequence[Candidate], opened: Callable[[Candidate], tuple[Callable[[], Any], Array]], engine: str
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """One run of every form that agrees with the first candidate, by form; and why the other forms are dropped.
+    """A run of every form that agrees with the first candidate, by form; and why the other forms are dropped.
 
     Args:
         candidates: the forms.
-        opened: of a form, what runs it, and what it answered when it ran.
+        opened: takes a form; returns a function that runs it, and its first output.
         engine: name of the library that runs them.
 
     Raises:
-        Unmeasurable: the first does not run.
+        Unmeasurable: the first form does not run.
     """
     runs: dict[str, Callable[[], Any]] = {}
     dropped: dict[str, str] = {}
@@ -272,7 +272,7 @@ def agreeing(
             run, output = opened(candidate)
         except Exception as error:  # a kernel that refuses this shape is a result
             if expected is None:
-                raise Unmeasurable(f"{engine} refuses the form that the others are held to") from error
+                raise Unmeasurable(f"{engine} refuses the form that the others are checked against") from error
             dropped[candidate.form] = f"{engine} refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
@@ -283,18 +283,18 @@ def agreeing(
     return runs, dropped
 
 
-def _fastest(measured: Mapping[str, float], frugal: set[str], ruled: str) -> str:
-    """The fastest form; of forms that count as equal, one that does not hold the scores, else the rules' form."""
+def _fastest(measured: Mapping[str, float], without_scores: set[str], ruled: str) -> str:
+    """The fastest form; among equally fast ones, one that does not materialise the scores, or else the rules' form."""
     best = min(measured, key=lambda form: measured[form])
     alike = [form for form, ms in measured.items() if ms <= ALIKE * measured[best]]
-    return next((form for form in alike if form in frugal), ruled if ruled in alike else best)
+    return next((form for form in alike if form in without_scores), ruled if ruled in alike else best)
 
 
 def _disagreement(output: Array, expected: Array, tolerance: float) -> str | None:
-    """How an output differs from the products'; None where rounding explains the difference."""
+    """The difference between an output and the products' output, as text; None if rounding explains the difference."""
     lost, without = (np.where(np.isfinite(array), 0, array) for array in (output, expected))
     if not np.array_equal(lost, without, equal_nan=True):
-        return "it differs from the products where a query attends to nothing"
+        return "it differs from the products in fully masked rows"
     finite = np.isfinite(expected)
     error = relative_error(output[finite].astype(np.float64), expected[finite].astype(np.float64))
     return f"it differs from the products by {scientific(error)}" if error > tolerance else None
@@ -306,7 +306,7 @@ def _disagreement(output: Array, expected: Array, tolerance: float) -> str | Non
 def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Model:
     """A model of one site in one form, at one set of sizes.
 
-    Its inputs are the operands before any views, and what its mask is made of; its output is the graph's, behind views.
+    Its inputs are the operands before any views, and the operands of its mask; its output is the graph's, after views.
     """
     op, inputs = Builder(), dict[str, ir.Value]()
     axes: dict[Axis, Axis] = {}
@@ -329,7 +329,7 @@ def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Mo
         mask=_copied(op, a.mask, sizes, inputs) if a.mask is not None else None,
         output=Operand(a.output.value, fixed(a.output.layout)),
         axes=SiteAxes({name: fixed(a.layout(name)).dims[0] for name in a.axes.dims}),
-        band=a.band and replace(a.band, is_all=True),  # what its mask is made of is in another graph
+        band=a.band and replace(a.band, is_all=True),  # the operands of its mask are in another graph
     )
     result = candidate.emit(op, site, candidate.node)
     result.name = "output"
@@ -340,7 +340,7 @@ def alone(a: Attention, candidate: Candidate, sizes: Mapping[str, int]) -> ir.Mo
 
 
 def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[str, ir.Value]) -> ir.Value:
-    """A mask with its steps as nodes; what the steps apply are inputs, which are added to `inputs`."""
+    """A mask with its steps as nodes; the operands of the steps become inputs, which are added to `inputs`."""
     assert mask.dtype is not None
     dims = [evaluated(size, sizes) for size in sizes_of(mask)]
     if (number := scalar(mask)) is not None:
@@ -356,14 +356,14 @@ def _copied(op: Builder, mask: ir.Value, sizes: Mapping[str, int], inputs: dict[
 
 
 def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
-    """Random inputs for a model that :func:`alone` made, by name; their scores are of about one.
+    """Random inputs by name for a model that :func:`alone` made, with scores of magnitude one.
 
-    A mask that leaves a band or a triangle, or is the same for every query, does so here too. In every other mask that
-    differs by query, the first row attends to nothing.
+    A mask that leaves a band or a triangle visible, or is the same for every query, does so here too. In any other mask
+    that differs by query, the first row is fully masked.
     """
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
-    hides_by_rule = a.is_triangle or (a.staircase, a.band) != (None, None) or a.residue == "by key"
+    hides_by_rule = a.is_triangle or (a.causal_prefix, a.band) != (None, None) or a.residue == "by key"
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
         shape, is_mask = tuple(value.shape.numpy()), value.name.startswith("mask_")
@@ -383,9 +383,9 @@ def operands(a: Attention, model: ir.Model) -> dict[str, Array]:
 
 
 def _shown(a: Attention, shape: Sequence[int], rng: np.random.Generator) -> Array:
-    """Which pairs are visible where a mask hides by a rule; the first key is, wherever the rule allows it."""
-    band = Band(0, sys.maxsize, first_keys=a.staircase or 0) if a.is_triangle or a.staircase else a.band
-    shown = np.ones(shape[-2:], bool) if band is None else band.holds(*shape[-2:])
+    """The visible pairs of a mask that hides by a rule; the first key is, wherever the rule allows it."""
+    band = Band(0, sys.maxsize, first_keys=a.causal_prefix or 0) if a.is_triangle or a.causal_prefix else a.band
+    shown = np.ones(shape[-2:], bool) if band is None else band.visible(*shape[-2:])
     if a.residue != "by key":
         return shown
     keys = rng.random(shape[-1]) < 0.75
@@ -394,7 +394,7 @@ def _shown(a: Attention, shape: Sequence[int], rng: np.random.Generator) -> Arra
 
 
 def _signature(a: Attention, sizes: Mapping[str, int]) -> Hashable:
-    """What makes a site the work that it is: equal for two sites that one measurement serves."""
+    """Identify the work of a site: equal for two sites that one measurement serves."""
     dims = [a.layout(name) for name in a.axes.dims]
     numbers = {axis: i for i, axis in enumerate(axis for layout in dims for axis in layout.axes)}
     layouts = tuple(
@@ -403,11 +403,11 @@ def _signature(a: Attention, sizes: Mapping[str, int]) -> Hashable:
     )
     mask = tuple(_shapes(a.mask, sizes)) if a.mask is not None else ()
     how = a.scale, a.softcap, a.is_causal, a.silent_rows_are_nan, a.softmax_dtype
-    return layouts, mask, a.dtype, a.staircase, *how
+    return layouts, mask, a.dtype, a.causal_prefix, *how
 
 
 def _shapes(mask: ir.Value, sizes: Mapping[str, int]) -> Iterator[Hashable]:
-    """Type, constant and shape of a mask and of everything that its steps apply."""
+    """Type, constant and shape of a mask and of all operands of its steps."""
     yield mask.dtype, scalar(mask), tuple(evaluated(size, sizes) for size in sizes_of(mask))
     if (node := last_step(mask)) is not None:
         yield node.op_type

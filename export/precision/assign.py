@@ -1,7 +1,8 @@
 """Two precisions in one graph: 16 bits for most operators, fp32 for some, and casts where they meet.
 
 An operator that only moves numbers has the type of the numbers that it moves. Inputs and outputs of the graph stay
-fp32, so that callers of the model need not know. The types are the graph's own, as strongly typed builds want them.
+fp32, so nothing changes for callers of the model. The types are written into the graph, as strongly typed builds
+require.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from attnforge.export.graphs.nodes import VIEWS
 from attnforge.export.graphs.types import FLOAT, kept_in_fp32, retyped
 
 MOVERS = VIEWS | {"Slice", "Split", "Expand", "Tile", "Pad", "Gather", "GatherElements", "Concat"}
-"""Operators whose result holds numbers of their first input, or of several of one type, as they are."""
+"""Operators whose result contains numbers of their first input, or of several inputs of one type, unchanged."""
 
 ALWAYS_FP32 = ("Range", "ConstantOfShape", "EyeLike", "Resize", "RandomNormal", "RandomUniform")
-"""Operators that know no 16-bit types, or whose type is an attribute of their own."""
+"""Operators that do not support 16-bit types, or whose type is an attribute of their own."""
 
 
 def operators(model: ir.Model) -> list[ir.Node]:
@@ -43,12 +44,12 @@ def _moves(node: ir.Node) -> bool:
 
 
 def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> PassResult:
-    """Give every operator of an fp32 graph the type `low`, but for those named in `high`, in place.
+    """Give every operator of an fp32 graph the type `low`, except those named in `high`, in place.
 
     Args:
-        model: canonical, all fp32.
+        model: a canonical graph, all in fp32.
         low: fp16 or bf16.
-        high: names of nodes that stay fp32.
+        high: names of the nodes that stay in fp32.
     """
     assigner = _Assigner(model, low, high)
     outputs = list(model.graph.outputs)
@@ -61,11 +62,11 @@ def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> PassResu
 
 
 class _Assigner:
-    """Retypes the nodes of a graph one by one, in the order in which they are computed.
+    """Retypes the nodes of a graph one by one, in execution order.
 
     Attributes:
-        types: the type that every value computed so far has from now on.
-        casts: what was cast, weights ahead of time, so that several users share it.
+        types: the new type of every value computed so far.
+        casts: values that were cast, weights ahead of time, so that several users share one cast.
     """
 
     def __init__(self, model: ir.Model, low: ir.DataType, high: Collection[str]) -> None:
@@ -77,7 +78,7 @@ class _Assigner:
         self.casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
 
     def retype(self, node: ir.Node) -> None:
-        """Give a node its type, and its inputs the same one by casts."""
+        """Give a node its type, and cast its inputs to the same type."""
         if any(output in self.fixed for output in node.outputs):
             return
         inputs = [
@@ -96,7 +97,7 @@ class _Assigner:
             node.attributes["to"] = ir.AttrInt64("to", dtype.value)
 
     def _type_of_moved(self, node: ir.Node, inputs: list[ir.Value]) -> ir.DataType:
-        """The type of a node that computes nothing: of the numbers that it moves, fp32 where it joins both types."""
+        """The type of a node that computes nothing: that of the numbers that it moves; fp32 if it joins both types."""
         if node.op_type in ("Constant", *ALWAYS_FP32):
             return FLOAT
         moved = [self.types[value] for value in inputs if value in self.types]
@@ -105,7 +106,7 @@ class _Assigner:
         return (moved or [self.low])[0]
 
     def _weight(self, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """A weight at a type: rounded ahead of time, finite numbers to finite ones."""
+        """A weight at a type, rounded ahead of time; finite numbers stay finite."""
         if dtype == FLOAT:
             return weight
         if (weight, dtype) not in self.casts:
@@ -119,7 +120,7 @@ class _Assigner:
         return self.casts[weight, dtype]
 
     def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """A computed value or an input, cast right after it is there."""
+        """A computed value or an input, cast immediately after it is computed."""
         if (value, dtype) not in self.casts:
             name = f"{value.name}/to_{dtype.name.lower()}"
             node = ir.node("Cast", [value], {"to": dtype.value}, name=name)
@@ -140,7 +141,7 @@ class _Assigner:
             value.type = ir.TensorType(dtype)
 
     def widen_outputs(self, outputs: list[ir.Value]) -> None:
-        """Give back fp32 outputs, under the names that the graph's outputs have."""
+        """Restore fp32 outputs under the names of the graph's outputs."""
         for i, output in enumerate(outputs):
             if self.types.get(output, FLOAT) != FLOAT:
                 wide = self._cast(output, FLOAT)
@@ -148,7 +149,7 @@ class _Assigner:
                 self.graph.outputs[i] = wide
 
     def remove_unused_weights(self) -> None:
-        """Remove fp32 weights of which only narrow copies are used."""
+        """Remove fp32 weights of which only 16-bit copies are used."""
         for weight in self.weights:
             if not weight.uses() and not weight.is_graph_output():
                 del self.graph.initializers[str(weight.name)]

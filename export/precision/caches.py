@@ -1,9 +1,9 @@
-"""Caches in int8: ranges of keys and values, and what rounding them costs.
+"""int8 caches: ranges of keys and values, and the error of rounding them.
 
-Keys and values are rounded before attention reads them, each channel of each head by a scale of its own from
-calibration data, for few channels of keys are much larger than the others (KIVI, https://arxiv.org/abs/2402.02750).
-Numbers beyond the data's are clipped. A token's keys and values do not change later, so whole sequences and steps round
-alike.
+Keys and values are rounded before attention reads them, each channel of each head with a separate scale from
+calibration data, because a few channels of keys are much larger than the others (KIVI,
+https://arxiv.org/abs/2402.02750). Numbers beyond the data's range are clipped. A token's keys and values do not change
+later, so whole sequences and steps round alike.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class RoundedCache(Rounding):
         return f"cache of {self.site.name}"
 
     def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
-        """Query, and key and value behind Q/DQ."""
+        """Query, and key and value after Q/DQ."""
         a, query = attention_of(node), node.inputs[0]
         assert query is not None
         values = [query]
         kept = zip(in_cache(a), ((self.key, KEY), (self.value, VALUE)), ("key", "value"), strict=True)
-        for (operand, layout), (scale, dims), what in kept:
+        for (operand, layout), (scale, dims), part in kept:
             write = partial(_rounded, a=a, operand=operand, layout=layout, scale=scale, canonical=a.layout(*dims))
-            values.append(insert(graph, node, write, stem=f"{stem}/{what}"))
+            values.append(insert(graph, node, write, stem=f"{stem}/{part}"))
         return values
 
 
 def _rounded(op: Builder, a: Attention, operand: Operand, layout: Layout, scale: Array, canonical: Layout) -> ir.Value:
-    """Keys or values in the dims of a canonical node, rounded in those of a cache."""
+    """Keys or values in the dims of a canonical node, rounded in the dims of a cache."""
     kept = rearrange(op, operand.value, operand.layout, layout, a.sized)
     return rearrange(op, InInt8.of(op, kept, scale).restored(op), layout, canonical, a.sized)
 
@@ -67,15 +67,15 @@ def _rounded(op: Builder, a: Attention, operand: Operand, layout: Layout, scale:
 def sites_with_caches(
     model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]
 ) -> list[RoundedCache]:
-    """All attention, with the ranges of its keys and values.
+    """All attention sites, with the ranges of their keys and values.
 
     Args:
-        model: canonical, fp32; is not touched.
-        sites: its attention.
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
         data: real inputs of the model.
     """
-    found = list(attentions(model, sites))
-    names = [f"{site.name}/{what}" for site, _ in found for what in ("key", "value")]
+    nodes = list(attentions(model, sites))
+    names = [f"{site.name}/{part}" for site, _ in nodes for part in ("key", "value")]
     run, peaks = as_it_is(with_caches(model, sites, names), names), dict[str, Array]()
     for feeds in data:
         for name, array in run(feeds).items():
@@ -84,6 +84,6 @@ def sites_with_caches(
     scales = {name: scale_for(HEADROOM * peak, INT8) for name, peak in peaks.items()}
     rounded = [
         RoundedCache(site, str(a.node.name), scales[f"{site.name}/key"], scales[f"{site.name}/value"])
-        for site, a in found
+        for site, a in nodes
     ]
     return with_errors(model, sites, rounded, data)

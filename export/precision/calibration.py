@@ -1,7 +1,7 @@
-"""Forms of quantised products, chosen by what each does to the product on data.
+"""Forms of quantised products, chosen by their effect on the product with calibration data.
 
-For each input the candidates are tried on rows of the data: by token, and by tensor where a norm has bounded it, or in
-blocks of several lengths, each balanced by several degrees. What counts is the error of the products themselves, so a
+For each input the candidates are tried on rows of the data: by token, and by tensor if a norm has bounded it, or in
+blocks of several lengths, each balanced to several degrees. The error of the products themselves is what counts, so a
 channel that no weight reads may be coarse.
 """
 
@@ -20,58 +20,60 @@ from attnforge.export.precision.quantisation import INT8, Form, Product, Scheme,
 from attnforge.runtime.parity.budget import relative_error
 
 ROWS = 256
-"""Tokens on which forms are tried; ranges are of all tokens."""
+"""Tokens on which forms are tried; ranges are over all tokens."""
 
 DEGREES = (0.5, 0.65, 0.8, 0.9)
-"""How much of the spread of an input's channels balancing moves to the weights: 0 none, 1 all of it."""
+"""Part of the spread of an input's channels that balancing moves to the weights: 0 none, 1 all of it."""
 
 HEADROOM = 1.2
-"""How many times the largest number of the data one scale for all is to hold."""
+"""Ratio of the range of a single scale for a whole input to the largest number of the data."""
 
 PAYS = 1.25
-"""How many times less a balanced form has to err."""
+"""Factor by which the error of a balanced form has to be smaller."""
 
 NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization")
 
 BY_NUMBER = frozenset({"Add", "Erf", "Gelu", "HardSwish", "Mul", "Relu", "Sigmoid", "Sub", "Swish", "Tanh"})
-"""Operators that compute each number from those in the same place."""
+"""Elementwise operators."""
 
 AS_GOOD, GOOD = 1.5, 0.01
-"""By tensor is chosen, which is faster, where it errs no more than so many times as much as by token, or than this."""
+"""Quantisation by tensor, which is faster, is chosen if its error is at most this factor times that by token, or below
+this error."""
 
-AS_GOOD_BEHIND = 1.25
-"""The same of what weights and activations make of a norm's output, whose largest numbers are rare, so that the data
-may lack them. One range errs 1.2 times as much as by token in BERT-base with random weights; 1.3 to 2.1 times in
-all-MiniLM-L6-v2, where 1.5 let two products have one, and a cosine of 208 sentences fell below 0.99."""
+AS_GOOD_AFTER_NORM = 1.25
+"""The same factor for what weights and activations compute from a norm's output, whose largest numbers are rare, so
+that the data may lack them. One range has 1.2 times the error of that by token in BERT-base with random weights; 1.3 to
+2.1 times in all-MiniLM-L6-v2, where a factor of 1.5 gave two products one range, and a cosine over 208 sentences fell
+below 0.99."""
 
 LONGER = 1.1
-"""Longer blocks, which take less memory, are chosen where they err no more than so many times as much."""
+"""Longer blocks, which take less memory, are chosen if their error is at most this factor times as large."""
 
 
 def calibrate(
     model: ir.Model,
-    found: Sequence[Product],
+    quantisable: Sequence[Product],
     data: Sequence[Mapping[str, Array]],
     is_real: bool,
     scheme: Scheme = INT8,
 ) -> dict[str, Form]:
-    """The form of every product's input, by the product's name.
+    """The form of every product's input, by product name.
 
     Args:
-        model: fp32, that runs as it is.
-        found: its products.
+        model: an fp32 graph that can be run as it is.
+        quantisable: its products.
         data: inputs of the model.
-        is_real: whether the data is such as the model will see. Where it is not, forms are by token and unbalanced, and
-            the data tells their errors alone.
-        scheme: of all.
+        is_real: whether the data is like what the model will see. If not, forms are by token and unbalanced, and the
+            data only gives their errors.
+        scheme: the scheme of all of them.
     """
-    groups = inputs_of(found)
+    groups = inputs_of(quantisable)
     rows = _Rows(model, [str(value.name) for value in groups], data)
     forms: dict[str, Form] = {}
     for value, group in groups.items():
         weight = np.concatenate([product.weight for product in group], axis=1)
         tried = _Tried(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, scheme)
-        is_shared = any(product.is_shared for product in group)  # balanced, each would have a weight of its own
+        is_shared = any(product.is_shared for product in group)  # balanced, each would need its own weight
         degrees = (None, *DEGREES) if is_real and not is_shared else (None,)
         form = (
             tried.in_blocks(degrees)
@@ -83,18 +85,18 @@ def calibrate(
 
 
 def allowed_by_tensor(value: ir.Value) -> tuple[float, float] | None:
-    """How many times as much as by token a value may err by tensor, and how much whatever it errs by token; None where
-    its range is the data's alone."""
+    """Maximum ratio of a value's error by tensor to its error by token, and the error that is always allowed; None if
+    its range depends on the data."""
     if not is_normed(value):
         return None
     node = value.producer()
-    return (AS_GOOD, GOOD) if node is not None and node.op_type in NORMS else (AS_GOOD_BEHIND, 0.0)
+    return (AS_GOOD, GOOD) if node is not None and node.op_type in NORMS else (AS_GOOD_AFTER_NORM, 0.0)
 
 
 def is_normed(value: ir.Value) -> bool:
-    """Whether each token's numbers are computed of what a norm left of that token, by weights and activations alone, so
-    that they have one range whatever the model is given. A range of other values is the data's: attention over one
-    token gives larger numbers than over many, which a range from many clips."""
+    """Whether each token's numbers are computed from a norm's output for that token, by weights and activations alone,
+    so that their range does not depend on the model's input. Other ranges depend on the data: attention over one token
+    gives larger numbers than over many, which a range from many clips."""
     pending, seen = [value], set[ir.Value]()
     while pending:
         node = (value := pending.pop()).producer()
@@ -112,11 +114,11 @@ def is_normed(value: ir.Value) -> bool:
 
 
 class _Rows:
-    """Rows of inputs on data, and the largest number of every channel.
+    """Rows of inputs on the data, and the largest number of every channel.
 
     Attributes:
-        sample: by the input's name, (at most :data:`ROWS`, channels) float32, drawn from all data.
-        peak: (channels,) float32, of all rows.
+        sample: `(at most ROWS, channels)`, float32, drawn from all data, by input name.
+        peak: `(channels,)`, float32, over all rows, by input name.
     """
 
     def __init__(self, model: ir.Model, names: Sequence[str], data: Sequence[Mapping[str, Array]]) -> None:
@@ -139,10 +141,10 @@ class _Tried:
     """Tries forms of one input.
 
     Attributes:
-        rows: (tokens, channels) of it.
-        peak: (channels,), the largest number of each.
-        weight: (channels, outputs) of all products with it.
-        scheme: of the forms.
+        rows: `(tokens, channels)`, rows of the input.
+        peak: `(channels,)`, the largest number of each channel.
+        weight: `(channels, outputs)`, of all products with this input.
+        scheme: the scheme of the forms.
     """
 
     rows: Array
@@ -154,8 +156,8 @@ class _Tried:
         """The best form of a quantised input.
 
         Args:
-            degrees: of balancing; None for none.
-            by_tensor: how much it may err with one range for all (:func:`allowed_by_tensor`); None where it has none.
+            degrees: degrees of balancing; None for none.
+            by_tensor: the error allowed with one range (:func:`allowed_by_tensor`); None if one range is not allowed.
         """
         tokens, tensors = [], []
         for balance in (self._balance(degree) for degree in degrees):
@@ -171,7 +173,7 @@ class _Tried:
         return static if static.error <= max(factor * best.error, least) else best
 
     def in_blocks(self, degrees: Sequence[float | None]) -> Form:
-        """The best form of weights in blocks: the longest that err about as little as the shortest."""
+        """The best form of weights in blocks: the longest blocks whose error is about as small as the shortest's."""
         balances = [self._balance(degree) for degree in degrees]
         fitting = [block for block in self.scheme.blocks if self.scheme.fits(len(self.weight), block)]
         by_block = []
@@ -184,7 +186,7 @@ class _Tried:
         return None if degree is None else balanced(self.peak, self.weight, degree)
 
     def _static(self, balance: Array | None) -> Form:
-        """One range for all that the data has."""
+        """One range that covers all of the data."""
         peak = self.peak if balance is None else self.peak / balance
         scale = max(HEADROOM * float(peak.max(initial=0.0)) / self.scheme.most, float(np.finfo(np.float32).tiny))
         return Form(scale, balance, scheme=self.scheme)
@@ -198,20 +200,20 @@ class _Tried:
 
 
 def _least(forms: Sequence[Form]) -> Form:
-    """The form that errs least; a balanced one, which takes a pass over the input more, where it is clearly better."""
+    """The form with the smallest error; a balanced one, which takes another pass over the input, if clearly better."""
     return min(forms, key=lambda form: form.error * (1 if form.balance is None else PAYS))
 
 
 def balanced(peak: Array, weight: Array, degree: float) -> Array:
-    """What every channel is divided by, so that inputs and weights share the spread.
+    """Divisors of the channels by which inputs and weights share the spread.
 
     Args:
-        peak: (channels,) float32 ≥ 0, the largest number of each channel of the input.
-        weight: (channels, outputs) float32.
+        peak: `(channels,)`, float32 ≥ 0, the largest number of each channel of the input.
+        weight: `(channels, outputs)`, float32.
         degree: α of SmoothQuant's eq. 4, `peak^α / max|weight|^(1 - α)`.
 
     Returns:
-        (channels,) float32, of a geometric mean of 1; 1 where a channel or its weights are zeros.
+        `(channels,)`, float32, with a geometric mean of 1; 1 where a channel or its weights are all zeros.
     """
     largest = np.abs(weight).max(axis=1)
     known = (peak > 0) & (largest > 0)

@@ -1,4 +1,4 @@
-"""What an operator costs in 16 bits and in fp32: floating-point operations, and estimated seconds."""
+"""The cost of an operator in 16 bits and in fp32: floating-point operations, and estimated seconds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from attnforge.export.flops import Uncountable, product_flops
 from attnforge.runtime.inputs import size_of
 
 RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
-"""Operations a second of 16-bit and fp32 products, and bytes a second: an A100's (NVIDIA A100 datasheet). Only their
-proportions matter here."""
+"""Operations per second of 16-bit and fp32 products, and bytes per second, of an A100 (NVIDIA A100 datasheet). Only
+their ratios matter here."""
 
 
 def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
-    """Floating-point operations of a matrix product, a convolution or attention; 0 of any other operator, and of a node
-    whose work cannot be counted.
+    """Floating-point operations of a matrix product, a convolution or attention; 0 for any other operator and for a
+    node whose work cannot be counted.
 
     Args:
-        node: with the shapes of its inputs and outputs.
-        sizes: of the symbols in them.
+        node: a node whose inputs and outputs have shapes.
+        sizes: sizes of the symbols in them.
     """
     try:
         return float(product_flops(node, sizes))
@@ -30,19 +30,19 @@ def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
 
 
 def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:
-    """Seconds that an operator is estimated to take: its products, and the memory that it reads and writes.
+    """Estimated seconds of an operator, from its products and the memory that it reads and writes.
 
     Args:
-        node: with the shapes of its inputs and outputs.
-        sizes: of the symbols in them.
-        is_high: whether it computes in fp32, else in 16 bits.
+        node: a node whose inputs and outputs have shapes.
+        sizes: sizes of the symbols in them.
+        is_high: whether it computes in fp32 rather than in 16 bits.
     """
     numbers = sum(math.prod(_shape_of(v, sizes)) for v in (*node.inputs, *node.outputs) if v is not None)
     return flops_of(node, sizes) / (RATE_32 if is_high else RATE_16) + numbers * (4 if is_high else 2) / BANDWIDTH
 
 
 def _shape_of(value: ir.Value, sizes: Mapping[str, int]) -> list[int]:
-    """The shape of a value at these sizes; a dim that they do not tell counts as 1."""
+    """The shape of a value at these sizes; a dim that they do not determine counts as 1."""
     shape = []
     for dim in value.shape or ():
         try:

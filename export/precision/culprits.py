@@ -1,4 +1,4 @@
-"""The operators to blame where an assignment of precisions misses its requirement."""
+"""The operators to blame if an assignment of precisions misses its requirement."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attnforge.export.diagnosis.stages import module_of, written_out
 from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import VIEWS
-from attnforge.export.precision.emulation import held_by_fused_kernels
+from attnforge.export.precision.emulation import unrounded_in_fused_kernels
 from attnforge.export.precision.trials import Assignment, Trials
 from attnforge.export.tensorrt.build import site_of
 
 HEADROOM = 2.0
-"""How far below the largest number of a type a tensor has to stay: inputs that were not tried may reach further."""
+"""Factor below the largest number of a type that a tensor has to stay, because untested inputs may reach further."""
 
 STANDS_FOR_INFINITY = 1e30
-"""A number of this size in a mask excludes, and any as low does the same."""
+"""A number of this size in a mask excludes keys, and any other as low has the same effect."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Culprits:
     """Operators to raise to fp32.
 
     Attributes:
-        names: empty where nothing is left to blame.
+        names: empty if nothing is left to blame.
         why: the evidence.
-        out_of_range: whether 16 bits do not hold their numbers; then they stay in fp32.
+        out_of_range: whether 16 bits cannot represent their numbers; then they stay in fp32.
     """
 
     names: frozenset[str]
@@ -39,17 +39,17 @@ class Culprits:
 
 
 def culprits(trials: Trials, high: Assignment) -> Culprits:
-    """The operators to raise next, of those that compute in 16 bits."""
+    """The operators to raise next, among those that compute in 16 bits."""
     case = trials.judge(high).case
     assert case is not None
     inputs = trials.answers.inputs[case.name]
     _, fused = trials.lowered(high)
     graph = written_out(trials.assigned(high), trials.sites)
     try:
-        traced = trace(graph, inputs, held_by_fused_kernels(graph, fused))
+        traced = trace(graph, inputs, unrounded_in_fused_kernels(graph, fused))
     except NoDoublePath as error:
         names = frozenset(trials.nodes) - high
-        return Culprits(names, f"nothing can be blamed: {error} is not computed in float64")
+        return Culprits(names, f"nothing can be blamed: {error} cannot be computed in float64")
     if beyond := _beyond_range(trials, traced) - high:
         shown = ", ".join(sorted(beyond)[:3])
         return Culprits(beyond, f"beyond the range of {trials.precision.name}: {shown}", out_of_range=True)
@@ -69,7 +69,7 @@ def _where_it_begins(trials: Trials, blamed: Blame, high: Assignment) -> Culprit
 
 
 def _largest_left(trials: Trials, traced: Trace, high: Assignment) -> Culprits:
-    """The operator in 16 bits whose tensor has the largest error."""
+    """The 16-bit operator whose tensor has the largest error."""
     left = [(_owner_of(trials, tensor.node), tensor) for tensor in traced.tensors]
     name, worst = max(
         ((owner, tensor) for owner, tensor in left if owner is not None and owner not in high),
@@ -78,11 +78,11 @@ def _largest_left(trials: Trials, traced: Trace, high: Assignment) -> Culprits:
     )
     if name is None or worst is None:
         return Culprits(frozenset(), "")
-    return Culprits(frozenset([name]), f"the largest error left: {worst.name}")
+    return Culprits(frozenset([name]), f"the largest remaining error: {worst.name}")
 
 
 def _beyond_range(trials: Trials, traced: Trace) -> frozenset[str]:
-    """The operators that compute numbers that 16 bits do not hold, take them, or have such weights."""
+    """The operators that compute or receive numbers beyond the range of 16 bits, or have such weights."""
     most = trials.precision.largest / HEADROOM
     names: set[str | None] = set()
     for tensor in traced.tensors:
@@ -94,14 +94,14 @@ def _beyond_range(trials: Trials, traced: Trace) -> frozenset[str]:
 
 
 def _largest_weight(node: ir.Node) -> float:
-    """The largest number of an operator's fp32 weights, but for those that stand for infinity."""
+    """The largest number of an operator's fp32 weights, except those that stand for infinity."""
     weights = [v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None]
     sizes = [np.abs(weight) for weight in weights if weight.dtype == np.float32]
     return max((float(np.max(size[size < STANDS_FOR_INFINITY], initial=0.0)) for size in sizes), default=0.0)
 
 
 def _owner_of(trials: Trials, node: ir.Node | None) -> str | None:
-    """The operator of the canonical graph that a node of the written-out one is part of."""
+    """The operator of the canonical graph that a node of the decomposed graph is part of."""
     if node is None or node.name is None:
         return None
     if node.name in trials.nodes:
@@ -111,7 +111,7 @@ def _owner_of(trials: Trials, node: ir.Node | None) -> str | None:
 
 
 def _computing(value: ir.Value | None) -> ir.Node | None:
-    """The node that computes a value's numbers, through nodes that only move or cast them."""
+    """The node that computes a value's numbers, looking through nodes that only move or cast them."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in VIEWS | {"Slice", "Expand", "Cast"}:
             return node

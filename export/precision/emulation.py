@@ -1,9 +1,9 @@
-"""What a TensorRT plan computes, emulated on the CPU: each operator in float32 and its result rounded to the type that
-it is stored in, but for what a kernel never stores: the scores of fused attention, and a product whose bias is added by
-the kernel of the product.
+"""Emulation of a TensorRT plan on the CPU: each operator computes in float32 and rounds its result to the type that it
+is stored in, except for what a kernel never stores: the scores of fused attention, and a product whose bias is added in
+the same kernel.
 
-This is the only emulation of 16-bit storage in the house. It is no GPU: the order of sums is another, and the
-approximations of a GPU's kernels are not in it.
+This is the only emulation of 16-bit storage in the package. It differs from a GPU in the order of sums, and does not
+include the approximations of a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from attnforge.export.tensorrt.build import Plan, site_of
 
 
 def emulate(model: ir.Model, fused: Collection[str], plan: Plan | None = None) -> Runner:
-    """A graph that was lowered for TensorRT, from its inputs to its outputs, both float32 where they are 16-bit.
+    """A runner of a graph that was lowered for TensorRT; inputs and outputs that are 16-bit in the graph are float32.
 
     Args:
-        model: is not touched.
+        model: not modified.
         fused: names of the sites that TensorRT fuses.
-        plan: compiled from `model`, tells which kernels add the bias to their product. Without a plan every product is
+        plan: compiled from `model`; shows which kernels add the bias to their product. Without a plan every product is
             rounded before its bias is added, which is stricter than a plan.
     """
-    held = held_by_fused_kernels(model, fused)
+    unrounded = unrounded_in_fused_kernels(model, fused)
     if plan is not None:
-        held += _held_before_bias(model, plan)
-    return at_own_precision(model, unrounded=held)
+        unrounded += _unrounded_before_bias(model, plan)
+    return at_own_precision(model, unrounded=unrounded)
 
 
-def held_by_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Value]:
-    """The 16-bit scores of the sites named `fused`, from the product to the softmax: a fused kernel holds them in
-    float32 and rounds the attention map alone."""
-    held: list[ir.Value] = []
+def unrounded_in_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Value]:
+    """The 16-bit scores of the sites named `fused`, from the product to the softmax: a fused kernel keeps them in
+    float32 and rounds only the attention map."""
+    values: list[ir.Value] = []
     for node in model.graph:
         if node.op_type == "Softmax" and site_of(str(node.name)) in fused:
-            held += [value for value in scores_of(node) if value.dtype in LOW]
-    return held
+            values += [value for value in scores_of(node) if value.dtype in LOW]
+    return values
 
 
-def _held_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
-    """The 16-bit products that a kernel of `plan` holds in float32 until it has added the bias, as eager does."""
-    held: list[ir.Value] = []
+def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
+    """The 16-bit products that a kernel of `plan` keeps in float32 until it has added the bias, as eager does."""
+    values: list[ir.Value] = []
     for node in model.graph:
         if node.op_type != "Add" or not any(value is not None and value.is_initializer() for value in node.inputs):
             continue
@@ -54,5 +54,5 @@ def _held_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
             if value is None or product is None or product.op_type != "MatMul" or value.dtype not in LOW:
                 continue
             if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
-                held.append(value)
-    return held
+                values.append(value)
+    return values

@@ -1,8 +1,8 @@
-"""Quantised deployments: forms for every product, and the gate that what they cost has to pass.
+"""Quantised deployments: forms for every product, and the gate that checks their error.
 
-What quantising costs is the error of the quantised graph against float64 of the original weights, or the task's metric,
-on real data where there is some. The user says how much it may be. Where all products in 8 bits cost more, `auto` keeps
-as few as it can in fp32, those first that err most themselves.
+The cost of quantising is the error of the quantised graph against float64 with the original weights, or the task's
+metric, on real data if there is any. The user says how large it may be. If quantising all products costs more, `auto`
+keeps as few as it can in fp32, starting with those that have the largest error themselves.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from attnforge.progress import Progress, Steps
 from attnforge.runtime.parity.budget import judge, relative_error
 
 ADDS = 1.25
-"""How many times as much outputs may err with rounded queries and keys as without: `e` rounds neither, and OpenVINO is
-held to twice its error."""
+"""Maximum ratio of the outputs' error with rounded queries and keys to that without: `e` rounds neither, and OpenVINO
+is checked against twice its error."""
 
 LOWERED_AGAIN = 8
-"""Products that are quantised again at most, after the gate is passed."""
+"""Maximum number of products that are quantised again after the gate is passed."""
 
 
 class QuantisedReference(Derived):
-    """The reference of a quantised deployment: the same Q/DQ in fp32 for eager, float64 of the original weights.
+    """The reference of a quantised deployment: the same Q/DQ in fp32 for eager, float64 with the original weights.
 
     Args:
         whole: the model in fp32.
-        precision: of the deployment.
+        precision: the deployment's precision.
         model: the quantised canonical graph.
-        sites: its attention.
+        sites: its attention sites.
     """
 
     def __init__(self, whole: ReferenceModel, precision: Precision, model: ir.Model, sites: list[Site]) -> None:
@@ -86,9 +86,9 @@ class ChosenForms:
     """A quantised graph that passes the gate.
 
     Attributes:
-        model: canonical, with Q/DQ.
-        reference: what the deployment is held against.
-        record: the manifest's.
+        model: the canonical graph, with Q/DQ.
+        reference: the reference that the deployment is checked against.
+        record: the manifest's record.
         caches: the sites whose keys and values are rounded to int8.
         scores: the sites whose queries and keys OpenVINO may round to int8; the model rounds neither.
     """
@@ -115,28 +115,28 @@ def choose_forms(
     """Quantise a graph within a requirement.
 
     Args:
-        model: canonical, in fp32; is not touched.
-        sites: its attention.
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
         whole: the model in fp32.
-        precision: int8, fp8 or int4; fp32 where caches alone are in few bits.
-        is_automatic: whether products may stay in fp32 where the requirement is not met.
-        requirement: what has to be met, on real data, or on ordinary cases where there is none.
-        data: real inputs; they calibrate, too.
-        progress: hears of every trial.
-        caches_in_int8: whether keys and values are rounded to int8, as a decoder's caches hold them; needs real data.
-        scores_in_int8: whether OpenVINO may multiply queries and keys in int8, beside products in int8 on real data.
+        precision: int8, fp8 or int4; fp32 if only caches are quantised.
+        is_automatic: whether products may stay in fp32 if the requirement is not met.
+        requirement: what has to be met, on real data, or on ordinary cases if there is none.
+        data: real inputs, also used for calibration.
+        progress: receives each trial.
+        caches_in_int8: whether keys and values are rounded to int8, as in a decoder's int8 caches; needs real data.
+        scores_in_int8: whether OpenVINO may multiply queries and keys in int8, given int8 products and real data.
 
     Raises:
-        UsageError: no product is worth few bits.
-        BuildError: the requirement is not met; or the fp32 graph is not the model.
+        UsageError: no product is worth quantising.
+        BuildError: the requirement is not met; or the fp32 graph does not compute what the model does.
     """
     scheme = SCHEMES.get(precision.name)
-    found = products(model, scheme) if scheme is not None else []
-    if scheme is not None and not found:
-        fitting = f", of a multiple of {scheme.blocks[0]} channels, and more" if scheme.blocks else ""
+    quantisable = products(model, scheme) if scheme is not None else []
+    if scheme is not None and not quantisable:
+        fitting = f", in more than one block of {scheme.blocks[0]} channels" if scheme.blocks else ""
         raise UsageError(
-            f"no product of this model is worth {precision.bits} bits: none before its head has {LEAST_WEIGHTS:,} "
-            f"weights or more{fitting}; deploy it in fp32 or at 16 bits"
+            f"no product of this model is worth {precision.bits} bits: none before its head has at least "
+            f"{LEAST_WEIGHTS:,} weights{fitting}; deploy it in fp32 or at 16 bits"
         )
     stored, cases = stored_inputs(whole, data, run_cost(model))
     real = [case for case in cases if case.kind == "data"]
@@ -150,8 +150,8 @@ def choose_forms(
     rows = tables(model) if scheme is not None else []
     forms: dict[str, Form] = {}
     if scheme is not None:
-        steps.begin(f"ranges of {len(found)} products")
-        forms |= calibrate(written_out(model, sites), found, inputs, is_real=bool(real), scheme=scheme)
+        steps.begin(f"ranges of {len(quantisable)} products")
+        forms |= calibrate(written_out(model, sites), quantisable, inputs, is_real=bool(real), scheme=scheme)
         forms |= {table.name: Form(error=error_of(table)) for table in rows}
     attended: list[Rounded] = []
     not_in_fp8: dict[str, str] = {}
@@ -163,12 +163,12 @@ def choose_forms(
         steps.begin("ranges of keys and values")
         caches = sites_with_caches(model, sites, inputs)
     rounded: list[Rounding] = [*attended, *caches]
-    forms |= {one.name: Form(error=one.error) for one in rounded}
-    parts = _Parts(found, rows, attended, caches)
+    forms |= {part.name: Form(error=part.error) for part in rounded}
+    parts = _Parts(quantisable, rows, attended, caches)
     gate = _Gate(
         model,
         sites,
-        scheme.name if scheme is not None else "a cache in int8",
+        scheme.name if scheme is not None else "an int8 cache",
         parts,
         forms,
         requirement,
@@ -185,27 +185,28 @@ def choose_forms(
         steps.begin("ranges of queries and keys")
         scores = sites_for_int8(model, sites, inputs)
     if scores and (why := gate.why_not_rounded(high, scores)) is not None:
-        not_in_int8, scores = {one.name: why for one in scores}, []
+        not_in_int8, scores = {score.name: why for score in scores}, []
     record = gate.record(high, sizes, len(real))
     record.kept |= not_in_fp8 | not_in_int8
-    return ChosenForms(quantised, reference, record, [one for one in caches if one.name not in high], scores)
+    return ChosenForms(quantised, reference, record, [cache for cache in caches if cache.name not in high], scores)
 
 
 def _check_same(case: Case, outputs: Mapping[str, Array], answers: Answers, precision: Precision) -> None:
-    """Hold the fp32 graph to the budget of its precision: eager's own error is the yardstick of what is quantised, so
-    an error that the graph had before would be allowed twice."""
+    """Check the fp32 graph against the budget of its precision: eager's own error is the baseline of what is quantised,
+    so an error that the graph already had would be allowed twice."""
     for name, array in outputs.items():
         exact = answers.exact[case.name][name]
         comparison = judge(case, name, array, answers.eager[case.name][name], exact, precision)
         if not comparison.passed:
             raise BuildError(
-                f"the graph that is to be quantised is not the model: {case.name}, {name}: {comparison.reason}"
+                f"the graph to be quantised does not compute what the model does: {case.name}, {name}: "
+                f"{comparison.reason}"
             )
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What may be in few bits."""
+    """The products that may be quantised."""
 
     products: Sequence[Product]
     tables: Sequence[Table]
@@ -214,17 +215,17 @@ class _Parts:
 
 
 class _Gate:
-    """Judges which parts are quantised, each set once.
+    """Judges sets of quantised parts, each set once.
 
     Attributes:
-        steps: what was tried in order, and what came of it.
+        steps: what was tried, in order, and the outcome.
     """
 
     def __init__(
         self,
         model: ir.Model,
         sites: list[Site],
-        what: str,
+        quantised_to: str,
         parts: _Parts,
         forms: Mapping[str, Form],
         requirement: Requirement,
@@ -232,7 +233,7 @@ class _Gate:
         steps: Steps,
     ) -> None:
         self._model, self._sites, self._answers, self._progress = model, sites, answers, steps
-        self._what, self._parts, self._forms, self._requirement = what, parts, forms, requirement
+        self._type, self._parts, self._forms, self._requirement = quantised_to, parts, forms, requirement
         self._by_error = sorted(forms, key=lambda name: -forms[name].error)
         self._trials: dict[Assignment, Trial] = {}
         self.steps: list[str] = []
@@ -242,50 +243,50 @@ class _Gate:
         model, kept = self._model.clone(), set(high)
         quantise(model, {name: form for name, form in self._forms.items() if name not in kept})
         rounded: list[Rounding] = [*self._parts.attended, *self._parts.caches]
-        round_operands(model, [one for one in rounded if one.name not in kept])
+        round_operands(model, [part for part in rounded if part.name not in kept])
         return model
 
     def passed_whole(self) -> Assignment:
-        """All products quantised.
+        """Quantise all products.
 
         Raises:
-            BuildError: they do not pass.
+            BuildError: they do not meet the requirement.
         """
         high: Assignment = frozenset()
         if not (trial := self._judge(high)).passed:
             worst = ", ".join(f"{name} ({scientific(self._forms[name].error)})" for name in self._by_error[:3])
             raise BuildError(
-                f"{self._what} misses what was asked for: {trial.text}; what errs most is {worst}. {self._remedy}"
+                f"{self._type} misses the requirement: {trial.text}; the largest errors are of {worst}. {self._remedy}"
             )
         return high
 
     @property
     def _remedy(self) -> str:
         if not self._parts.products:
-            return "Deploy with caches as they are, or allow more"
+            return "Deploy with unquantised caches, or allow more"
         return (
-            f"Deploy with precision auto-{self._what}, which keeps in fp32 what has to be, with real data, which "
+            f"Deploy with precision auto-{self._type}, which keeps products in fp32 as needed, give real data, which "
             "ranges are taken from, or allow more"
         )
 
     def raise_until_passed(self) -> Assignment:
-        """As few of the worst products in fp32 as pass, and of these only those that are needed there.
+        """The fewest worst products in fp32 that pass, and of these only those that are needed there.
 
         Raises:
-            BuildError: none may be quantised.
+            BuildError: no product may be quantised.
         """
         low, high = -1, len(self._by_error)
-        at = 0
+        count = 0
         while high - low > 1:
-            if self._judge(frozenset(self._by_error[:at])).passed:
-                high = at
+            if self._judge(frozenset(self._by_error[:count])).passed:
+                high = count
             else:
-                low = at
-            at = (low + high) // 2
+                low = count
+            count = (low + high) // 2
         raised = frozenset(self._by_error[:high])
         if high == len(self._by_error):
             raise BuildError(
-                f"no product may be in {self._what} for what was asked for; allow more, or deploy in fp32 or at 16 bits"
+                f"no product may be in {self._type} within the requirement; allow more, or deploy in fp32 or at 16 bits"
             )
         for name in reversed(self._by_error[max(high - LOWERED_AGAIN, 0) : max(high - 1, 0)]):
             if self._judge(raised - {name}).passed:
@@ -301,8 +302,8 @@ class _Gate:
                 (self._parts.caches, "caches"),
             ]
             counted = [
-                f"{sum(part.name not in high for part in every)} of {len(every)} {what}"
-                for every, what in parts
+                f"{sum(part.name not in high for part in every)} of {len(every)} {kind}"
+                for every, kind in parts
                 if every
             ]
             text = " and ".join(counted) + " quantised"
@@ -312,10 +313,10 @@ class _Gate:
         return self._trials[high]
 
     def why_not_rounded(self, high: Assignment, scores: Sequence[Rounded]) -> str | None:
-        """Why queries and keys may not be rounded as well; None where what was asked for is met with little to add.
+        """Why queries and keys may not be rounded as well; None if the requirement is met with little added error.
 
         Args:
-            high: what is in fp32.
+            high: the parts in fp32.
             scores: the sites.
         """
         text = f"queries and keys of {len(scores)} attention sites in int8, for OpenVINO"
@@ -325,11 +326,11 @@ class _Gate:
         trial = self._judged(model)
         self.steps.append(f"{text}: {trial.text}")
         if not trial.passed:
-            return f"OpenVINO's product of queries and keys in int8 misses what was asked for: {trial.text}"
+            return f"OpenVINO's int8 product of queries and keys misses the requirement: {trial.text}"
         if trial.error > ADDS * without.error:
             return (
-                f"OpenVINO's product of queries and keys in int8 adds to what quantising costs: {trial.text}; "
-                f"{scientific(without.error)} without"
+                f"OpenVINO's int8 product of queries and keys adds too much error: {trial.text}; "
+                f"{scientific(without.error)} without it"
             )
         return None
 
@@ -343,13 +344,16 @@ class _Gate:
                 scores.add(case, outputs, self._answers.stored(case))
             for name, array in outputs.items():
                 exact = self._answers.exact[case.name][name]
-                held = np.isfinite(exact)
-                if is_floating(array) and (off := relative_error(array[held].astype(np.float64), exact[held])) >= error:
+                finite = np.isfinite(exact)
+                if (
+                    is_floating(array)
+                    and (off := relative_error(array[finite].astype(np.float64), exact[finite])) >= error
+                ):
                     error, worst = off, case
         share = error / most if most is not None else 0.0 if np.isfinite(error) else np.inf
-        text = f"an error of {scientific(error)}" if np.isfinite(error) else "numbers are lost"
+        text = f"an error of {scientific(error)}" if np.isfinite(error) else "NaN or infinity"
         text += f" in {worst.name}" if worst is not None else ""
-        text += f", where {most:g} is allowed" if most is not None else ""
+        text += f", with {most:g} allowed" if most is not None else ""
         trial = Trial(share, error, worst, text)
         return trial if scores is None else by_metric(trial, scores.report())
 
@@ -358,26 +362,26 @@ class _Gate:
 
         Args:
             high: products in fp32.
-            sizes: of the dynamic dims, at which operations are counted.
-            real: how many cases of real data the ranges are of.
+            sizes: sizes of the dynamic dims at which operations are counted.
+            real: number of cases of real data that the ranges were taken from.
         """
         parts = self._parts
         low = [product for product in parts.products if product.name not in high]
-        attended = [one for one in parts.attended if one.name not in high]
+        attended = [part for part in parts.attended if part.name not in high]
         total = sum(flops_of(node, sizes) for node in self._model.graph) or 1.0
-        in_few_bits = {*(product.name for product in low), *(one.node for one in attended)}
-        why = "what was asked for is not met where it is quantised"
+        low_bit = {*(product.name for product in low), *(part.node for part in attended)}
+        why = "the requirement is not met if it is quantised"
         return Quantised(
-            type=self._what if parts.products else "int8",  # type: ignore[arg-type]
+            type=self._type if parts.products else "int8",  # type: ignore[arg-type]
             max_error=self._requirement.max_error,
             error=self._judge(high).error,
             calibrated=real,
             products=[_recorded(product, self._forms[product.name]) for product in low],
             tables={table.name: self._forms[table.name].error for table in parts.tables if table.name not in high},
-            attention={one.name: self._forms[one.name].error for one in attended},
-            caches={one.site.name: one.error for one in parts.caches if one.name not in high},
+            attention={part.name: self._forms[part.name].error for part in attended},
+            caches={cache.site.name: cache.error for cache in parts.caches if cache.name not in high},
             kept={name: why for name in self._forms if name in high},
-            share=sum(flops_of(node, sizes) for node in self._model.graph if node.name in in_few_bits) / total,
+            share=sum(flops_of(node, sizes) for node in self._model.graph if node.name in low_bit) / total,
             steps=self.steps,
         )
 

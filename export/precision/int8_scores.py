@@ -1,8 +1,8 @@
-"""Queries and keys in int8, where OpenVINO multiplies them so: their ranges, and what rounding them costs.
+"""int8 queries and keys, where OpenVINO multiplies them in int8: their ranges, and the error of rounding them.
 
-Query and key are rounded by one scale each, from calibration data, as NNCF writes it for transformers. A range is the
-data's, so only such queries and keys are rounded as weights make of what a norm left: these have one range whatever the
-model is given. What the softmax makes, and values, stay as they are.
+Query and key are rounded with one scale each, from calibration data, as NNCF does for transformers. A range depends on
+the data, so only queries and keys that weights compute from a norm's output are rounded: their range does not depend on
+the model's input. Values and the softmax's output are not rounded.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from attnforge.runtime.parity.budget import judge
 INT8_PRECISION = PRECISIONS["int8"]
 
 SPARE = 0.9
-"""How much of the parity budget the graph may take where OpenVINO is to be within it."""
+"""Share of the parity budget that the graph may use for OpenVINO to stay within it."""
 
 
 def sites_for_int8(model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]) -> list[Rounded]:
-    """The attention whose queries and keys may be rounded, with its ranges.
+    """The sites whose queries and keys may be rounded, with their ranges.
 
     Args:
-        model: canonical, fp32; is not touched.
-        sites: its attention.
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
         data: real inputs of the model.
     """
-    found = {
+    fitting = {
         str(a.node.name): (site, a)
         for site, a in attentions(model, sites)
         if may_round_scores(a) and is_normed(a.query.value) and is_normed(a.key.value)
     }
-    if not found:
+    if not fitting:
         return []
-    names = {str(operand.value.name) for _, a in found.values() for operand in (a.query, a.key)}
+    names = {str(operand.value.name) for _, a in fitting.values() for operand in (a.query, a.key)}
     peaks = peaks_of(model, sites, names, data)
 
     def scale(value: ir.Value) -> float:
         return HEADROOM * peaks[str(value.name)] / INT8.most or 1.0
 
     rounded = [
-        Rounded(site, node, (scale(a.query.value), scale(a.key.value)), in_int8) for node, (site, a) in found.items()
+        Rounded(site, node, (scale(a.query.value), scale(a.key.value)), in_int8) for node, (site, a) in fitting.items()
     ]
     return with_errors(model, sites, rounded, data)
 
@@ -69,15 +69,15 @@ def why_over_budget(
     inputs: list[TensorSpec],
     cases: Sequence[Case],
 ) -> str | None:
-    """Why the quantised graph, with queries and keys rounded as well, may miss the parity budget of the bundle, whose
-    `e` rounds neither; None where it keeps it in every case with something to spare.
+    """Why the quantised graph, with queries and keys rounded as well, may miss the bundle's parity budget, whose `e`
+    rounds neither; None if it stays within it in every case with some margin.
 
     Args:
-        folder: of the bundle, with its reference.
-        model: the quantised graph; is not touched.
-        sites: its attention.
+        folder: the bundle's folder, with its reference.
+        model: the quantised graph; not modified.
+        sites: its attention sites.
         scores: the sites whose queries and keys are rounded.
-        inputs: of the model.
+        inputs: inputs of the model.
         cases: the reference cases.
     """
     kept, stored = load_file(folder / REFERENCE_OUTPUTS), load_file(folder / REFERENCE_EXAMPLE)
@@ -98,7 +98,7 @@ def why_over_budget(
                 )
                 if not comparison.passed or (is_floating(array) and used > SPARE):
                     return (
-                        f"OpenVINO's product of queries and keys in int8 takes {used:.0%} of the parity budget in "
-                        f"{case.name}, whose queries and keys are beyond the data's ranges, or less exact"
+                        f"OpenVINO's int8 product of queries and keys takes {used:.0%} of the parity budget in "
+                        f"{case.name}, whose queries and keys are beyond the data's ranges or less exact"
                     )
     return None

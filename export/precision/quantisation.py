@@ -1,7 +1,8 @@
-"""Products in few bits: which products of a graph are quantised, and the Q/DQ nodes around them.
+"""Low-bit products: which products of a graph are quantised, and the Q/DQ nodes around them.
 
-`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's own way to say so (ONNX operators, opset 23): every
-builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. There are three schemes:
+`QuantizeLinear` and `DequantizeLinear` around a product are ONNX's standard representation (ONNX operators, opset 23):
+every builder reads it, and a runtime that has no kernel for it computes the same numbers in fp32. There are three
+schemes:
 
 - **int8** and **fp8** (E4M3: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): weights are symmetric, with
   one scale for each output channel, and the input of a product is quantised as well.
@@ -10,18 +11,18 @@ builder reads it, and a runtime that has no kernel for it computes the same numb
 An input is quantised in one of two ways:
 
 - *by token*: each token is divided by its largest number, so that a fixed scale fits, and the product is multiplied by
-  that number again. Nothing has to be known of the data, and an outlier in one token costs the others nothing.
-- *by tensor*: one scale, from calibration data. A pass over the input less than by token, but numbers beyond the data's
-  are clipped, so it is for what a norm computes, and what weights and activations make of that token by token: it
-  has one range whatever the model is given.
+  that number again. Nothing has to be known about the data, and an outlier in one token does not affect the others.
+- *by tensor*: one scale, from calibration data. This saves a pass over the input, but numbers beyond the data's range
+  are clipped, so it is used for a norm's output and for what weights and activations compute from that token by token:
+  its range does not depend on the model's input.
 
 Either way the channels of an input may be *balanced* first: divided by numbers that the rows of the weights are
-multiplied with, so that a few large channels do not take all of the range (SmoothQuant, Xiao et al. 2023,
-https://arxiv.org/abs/2211.10438), or those weights are exact that large channels read (AWQ, Lin et al. 2024,
+multiplied by, so that a few large channels do not take up the whole range (SmoothQuant, Xiao et al. 2023,
+https://arxiv.org/abs/2211.10438), or so that the weights that large channels read are exact (AWQ, Lin et al. 2024,
 https://arxiv.org/abs/2306.00978).
 
-Tables of embeddings are stored in 8 bits, with one scale for each row, and looked up as fp32: they are the most of a
-small encoder's weights and take none of its time. Attention, norms, softmax and heads stay as they were.
+Embedding tables are stored in 8 bits, with one scale for each row, and looked up as fp32: they are most of a small
+encoder's weights and take none of its time. Attention, norms, softmax and heads are not changed.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Scheme:
     """A type that products are quantised to.
 
     Attributes:
-        name: the precision's.
-        dtype: of the weights, and of quantised inputs.
+        name: name of the precision.
+        dtype: type of the weights, and of quantised inputs.
         most: the largest number that a scale is made for.
-        blocks: lengths of a block of channels with one scale; none where a scale is for all channels of an output. With
-            blocks, inputs stay as they are.
+        blocks: lengths of blocks of channels that share a scale; empty if a scale is for all channels of an output.
+            With blocks, inputs are not quantised.
     """
 
     name: str
@@ -61,16 +62,16 @@ class Scheme:
     blocks: tuple[int, ...] = ()
 
     def fits(self, channels: int, block: int) -> bool:
-        """Whether a weight of so many channels is made of several blocks; one alone TensorRT-RTX dequantises before."""
+        """Whether a weight with this many channels has several blocks; TensorRT-RTX dequantises a single one ahead."""
         return channels % block == 0 and channels > block
 
     @property
     def least(self) -> int:
-        """The lowest number; weights do not use -128, and inputs only where they are clipped."""
+        """The lowest number; weights do not use -128, and inputs only if they are clipped."""
         return -self.most - int(self.dtype.is_integer())
 
     def rounded(self, numbers: Array) -> Array:
-        """Numbers, divided by their scale, in the scheme's type; what is beyond it is clipped."""
+        """Numbers, already divided by their scale, in the scheme's type; those beyond its range are clipped."""
         whole = np.rint(numbers) if self.dtype.is_integer() else numbers
         return np.clip(whole, self.least, self.most).astype(self.dtype.numpy())
 
@@ -86,11 +87,11 @@ SCHEMES = {
 INT8 = SCHEMES["int8"]
 
 LEAST_WEIGHTS = 4096
-"""Numbers of a weight below which few bits gain nothing: the passes over the input take longer than the product."""
+"""Elements of a weight below which quantising gains nothing: the passes over the input take longer than the product."""
 
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""How much of the range of a block's numbers its scale may be made for: to clip the largest costs less in 4 bits than
-coarse steps for all others."""
+"""Fractions of the range of a block's numbers that its scale may be made for: in 4 bits, clipping the largest costs
+less than coarse steps for all others."""
 
 FOLLOWS = frozenset(
     {
@@ -98,19 +99,19 @@ FOLLOWS = frozenset(
         "InstanceNormalization", "LayerNormalization", "MatMul", "RMSNormalization", "ReduceMean", "Softmax",
     }
 )  # fmt: skip
-"""Operators behind which a product is no head."""
+"""A product that feeds one of these operators is not a head."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a product is quantised.
+    """The quantisation of a product.
 
     Attributes:
-        scale: of the whole input, float > 0; None by token, and where the input stays as it is.
-        balance: (channels,) float32 > 0, what every channel is divided by; None where channels stay as they are.
-        error: of the product on calibration data, relative to the product in fp32.
+        scale: scale of the whole input, > 0; None by token, and if the input is not quantised.
+        balance: `(channels,)`, float32 > 0, the divisor of every channel; None if channels are not balanced.
+        error: error of the product on calibration data, relative to the product in fp32.
         scheme: the types.
-        block: channels that share a scale; None where all of an output do.
+        block: channels that share a scale; None if all of an output's do.
     """
 
     scale: float | None = None
@@ -120,13 +121,13 @@ class Form:
     block: int | None = None
 
     def weight(self, weight: Array) -> tuple[Array, Array]:
-        """A weight, balanced, as it is stored, and its scales.
+        """A weight, balanced, in its stored form, and its scales.
 
         Args:
-            weight: (channels, outputs) float32.
+            weight: `(channels, outputs)`, float32.
 
         Returns:
-            (channels, outputs) of the scheme's type and, float32, (outputs,) or (channels / block, outputs).
+            `(channels, outputs)` in the scheme's type and, float32, `(outputs,)` or `(channels / block, outputs)`.
         """
         if self.balance is not None:
             weight = weight * self.balance[:, None]
@@ -137,15 +138,15 @@ class Form:
         )
 
     def fake_weight(self, weight: Array) -> Array:
-        """What quantising and dequantising leave of a weight, balanced."""
+        """A weight after balancing, quantising and dequantising."""
         numbers, scales = self.weight(weight)
         return numbers.astype(np.float32) * (scales if self.block is None else np.repeat(scales, self.block, axis=0))
 
     def fake_input(self, rows: Array) -> Array:
-        """What balancing, quantising and dequantising leave of an input.
+        """An input after balancing, quantising and dequantising.
 
         Args:
-            rows: (tokens, channels) float32.
+            rows: `(tokens, channels)`, float32.
         """
         if self.balance is not None:
             rows = rows / self.balance
@@ -166,9 +167,9 @@ class Product:
 
     Attributes:
         node: MatMul or Gemm.
-        input: (..., channels) float32.
-        weight: (channels, outputs) float32.
-        bias: of a Gemm.
+        input: `(..., channels)`, float32.
+        weight: `(channels, outputs)`, float32.
+        bias: bias of a Gemm.
     """
 
     node: ir.Node
@@ -182,32 +183,32 @@ class Product:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others read the weight, too."""
+        """Whether other nodes read the weight, too."""
         stored = self.node.inputs[1]
         return stored is not None and len(stored.uses()) > 1
 
     def stored_as(self, form: Form) -> tuple[Any, ...]:
-        """What tells one quantised weight from another."""
+        """Identify a quantised weight among others."""
         turned = self.node.attributes.get_int("transB", 0)
         balance = None if form.balance is None else form.balance.tobytes()
         return self.node.inputs[1], turned, form.scheme, form.block, balance
 
 
 def products(model: ir.Model, scheme: Scheme = INT8) -> list[Product]:
-    """The products of an fp32 graph that are worth few bits: of a computed input with weights, and no head. With
-    blocks, they have several."""
-    found = (_product(node) for node in model.graph)
-    fitting = [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS and not is_head(p.node)]
+    """The products of an fp32 graph that are worth quantising: a computed input times weights, and not a head. With
+    blocks, only those that have several."""
+    every = (_product(node) for node in model.graph)
+    fitting = [p for p in every if p is not None and p.weight.size >= LEAST_WEIGHTS and not is_head(p.node)]
     return [p for p in fitting if not scheme.blocks or scheme.fits(len(p.weight), scheme.blocks[0])]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Weights whose rows are looked up, and that nothing else reads.
+    """Weights whose rows are looked up and that nothing else reads.
 
     Attributes:
-        lookups: Gather nodes of its rows, in the order of the graph.
-        stored: (rows, channels) float32.
+        lookups: Gather nodes of its rows, in graph order.
+        stored: `(rows, channels)`, float32.
     """
 
     lookups: tuple[ir.Node, ...]
@@ -224,8 +225,8 @@ class Table:
 
 
 def tables(model: ir.Model) -> list[Table]:
-    """The tables of an fp32 graph, in the order of its lookups. One that a product reads too, as tied heads do, is
-    none: it would be stored twice."""
+    """The tables of an fp32 graph, in the order of its lookups. Excludes one that a product reads too, as tied heads
+    do: it would be stored twice."""
     by_value: dict[ir.Value, list[ir.Node]] = {}
     for node in model.graph:
         if is_lookup(node) and node.inputs[0] is not None and _is_table(node.inputs[0]):
@@ -242,7 +243,7 @@ def _is_table(value: ir.Value) -> bool:
 
 
 def is_head(node: ir.Node) -> bool:
-    """Whether nothing but moves, sums and activations stands between a node and an output of the graph."""
+    """Whether only moves, sums and activations stand between a node and an output of the graph."""
     values, seen = list(node.outputs), set[ir.Value]()
     while values:
         value = values.pop()
@@ -279,27 +280,27 @@ def quantised_weight(weight: Array, scheme: Scheme = INT8) -> tuple[Array, Array
     """A weight in a scheme's type and the scale of every output channel.
 
     Args:
-        weight: (channels, outputs) float32.
-        scheme: of the type.
+        weight: `(channels, outputs)`, float32.
+        scheme: the scheme with the type.
 
     Returns:
-        (channels, outputs) from -most to most, and (outputs,) float32; a channel of zeros has the scale 1.
+        `(channels, outputs)` from -most to most, and `(outputs,)`, float32; a channel of zeros has the scale 1.
     """
     scale = scale_for(np.abs(weight).max(axis=0), scheme)
     return scheme.rounded(weight / scale), scale
 
 
 def quantised_blocks(weight: Array, scheme: Scheme, block: int) -> tuple[Array, Array]:
-    """A weight in a scheme's type and the scale of every block of channels of an output: that of :data:`SHRUNK` with
-    which the block errs least.
+    """A weight in a scheme's type and the scale of every block of channels of an output: the one of :data:`SHRUNK` with
+    the smallest error of the block.
 
     Args:
-        weight: (channels, outputs) float32.
-        scheme: of the type.
-        block: channels; the weight has a multiple.
+        weight: `(channels, outputs)`, float32.
+        scheme: the scheme with the type.
+        block: channels per block; divides the weight's channels.
 
     Returns:
-        (channels, outputs) from least to most, and (channels / block, outputs) float32; a block of zeros has the
+        `(channels, outputs)` from least to most, and `(channels / block, outputs)`, float32; a block of zeros has the
         scale 1.
     """
     blocks = weight.reshape(-1, block, weight.shape[-1])
@@ -323,17 +324,17 @@ def quantised_rows(weight: Array) -> tuple[Array, Array]:
     """A table in int8 and the scale of every row.
 
     Args:
-        weight: (rows, channels) float32.
+        weight: `(rows, channels)`, float32.
 
     Returns:
-        (rows, channels) int8 and (rows,) float32; a row of zeros has the scale 1.
+        `(rows, channels)`, int8, and `(rows,)`, float32; a row of zeros has the scale 1.
     """
     numbers, scales = quantised_weight(weight.T)
     return numbers.T, scales
 
 
 def error_of(table: Table) -> float:
-    """What quantising a table costs, relative to the table."""
+    """The error of quantising a table, relative to the table."""
     numbers, scales = quantised_rows(table.weight)
     return relative_error(numbers * scales[:, None], table.weight)
 
@@ -342,12 +343,12 @@ def error_of(table: Table) -> float:
 
 
 def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
-    """Put Q/DQ around products of an fp32 graph, or DQ behind their weights, and DQ behind tables, in place. Products
-    of one input in one form share its Q/DQ, and those of one weight its numbers.
+    """Put Q/DQ around products of an fp32 graph, or DQ after their weights, and DQ after tables, in place. Products of
+    one input in one form share its Q/DQ, and those of one weight share its stored numbers.
 
     Args:
-        model: canonical, fp32.
-        forms: by name, how the input of every product that is to be quantised is; tables by name as well.
+        model: a canonical fp32 graph.
+        forms: form of the input of every product to quantise, by product name; also of tables, by name.
     """
     inputs: dict[tuple[ir.Value, int], _Input] = {}
     stored: dict[tuple[Any, ...], list[ir.Value]] = {}
@@ -359,8 +360,8 @@ def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
             inputs[key] = _Input.of(model.graph, product, form)
         if (weight := product.stored_as(form)) not in stored:
             stored[weight] = [
-                initializer(model.graph, f"{product.name}/{what}", array)
-                for what, array in zip(("weight", "weight_scale"), form.weight(product.weight), strict=True)
+                initializer(model.graph, f"{product.name}/{part}", array)
+                for part, array in zip(("weight", "weight_scale"), form.weight(product.weight), strict=True)
             ]
         _quantise(model.graph, product, form, inputs[key], stored[weight])
     low = [table for table in tables(model) if table.name in forms]
@@ -372,11 +373,11 @@ def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
 
 @dataclass(frozen=True)
 class _Input:
-    """An input behind its Q/DQ.
+    """An input after its Q/DQ.
 
     Attributes:
         value: dequantised; with blocks, balanced.
-        largest: of every token, which the product is multiplied with; None by tensor.
+        largest: the largest number of every token, by which the product is multiplied; None by tensor.
     """
 
     value: ir.Value
@@ -408,7 +409,7 @@ class _Input:
 
 
 def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input, stored: list[ir.Value]) -> None:
-    """Let a product take its input and its weight from Q/DQ, or its weight from DQ."""
+    """Make a product read its input and its weight from Q/DQ, or its weight from DQ."""
     node = product.node
     by = {"axis": 1} if form.block is None else {"axis": 0, "block_size": form.block}
 
@@ -425,11 +426,11 @@ def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input, 
 
 
 def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
-    """Let the lookups of a table read it from int8."""
+    """Make the lookups of a table read it from int8."""
     numbers, scales = quantised_rows(table.weight)
     stored = [
-        initializer(graph, f"{table.stored.name}/{what}", array)
-        for what, array in (("rows", numbers), ("scale", scales))
+        initializer(graph, f"{table.stored.name}/{part}", array)
+        for part, array in (("rows", numbers), ("scale", scales))
     ]
 
     def write(op: Builder) -> ir.Value:
@@ -441,7 +442,7 @@ def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
 
 
 def inputs_of(group: Iterable[Product]) -> dict[ir.Value, list[Product]]:
-    """Products by their input, in the order of the graph."""
+    """Products by their input, in graph order."""
     by_input: dict[ir.Value, list[Product]] = {}
     for product in group:
         by_input.setdefault(product.input, []).append(product)

@@ -1,4 +1,4 @@
-"""Operands of attention in few bits: Q/DQ before them, and what that costs."""
+"""Low-bit operands of attention: Q/DQ before them, and the error of rounding them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Rounding(ABC):
     """Attention whose operands can be rounded.
 
     Attributes:
-        site: that it is.
+        site: the site.
         node: name of the canonical node.
-        error: of its output on calibration data, relative to fp32.
+        error: error of its output on calibration data, relative to fp32.
     """
 
     site: Site
@@ -34,34 +34,34 @@ class Rounding(ABC):
 
     @property
     def name(self) -> str:
-        """Of what is rounded."""
+        """Name of the rounded value."""
         return self.site.name
 
     @abstractmethod
     def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
-        """Query, key and value behind Q/DQ, which are written before the node.
+        """Query, key and value after Q/DQ, which are written before the node.
 
         Args:
-            graph: of the node.
+            graph: graph of the node.
             node: the canonical node.
-            stem: of the names of new values.
+            stem: prefix of the names of new values.
         """
 
 
 @dataclass(frozen=True)
 class Rounded(Rounding):
-    """Attention whose first operands are rounded by one scale each, and those behind them are not.
+    """Attention whose first operands are rounded with one scale each, and whose others are not.
 
     Attributes:
-        scales: of query, key and value, float > 0, as many as are rounded.
-        write: writes the Q/DQ of an operand, of the scale, and returns what comes out.
+        scales: scales of query, key and value, > 0, as many as are rounded.
+        write: writes the Q/DQ of an operand with a scale, and returns its output.
     """
 
     scales: tuple[float, ...]
     write: Callable[[Builder, ir.Value, float], ir.Value]
 
     def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
-        return [self._operand(graph, node, i, f"{stem}/{what}") for i, what in enumerate(("query", "key", "value"))]
+        return [self._operand(graph, node, i, f"{stem}/{part}") for i, part in enumerate(("query", "key", "value"))]
 
     def _operand(self, graph: ir.Graph, node: ir.Node, i: int, stem: str) -> ir.Value:
         value = node.inputs[i]
@@ -76,7 +76,7 @@ R = TypeVar("R", bound=Rounding)
 
 def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:
     """Put Q/DQ before operands of canonical attention, in place."""
-    by_node = {one.node: one for one in chosen}
+    by_node = {rounding.node: rounding for rounding in chosen}
     for node in list(model.graph):
         if node.name in by_node:
             for i, value in enumerate(by_node[node.name].operands(model.graph, node, str(node.name))):
@@ -86,38 +86,38 @@ def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:
 def with_errors(
     model: ir.Model, sites: Sequence[Site], rounded: Sequence[R], data: Sequence[Mapping[str, Array]]
 ) -> list[R]:
-    """The same with what rounding costs each, the others being as they are, relative to its output in fp32: every node
-    has a twin with rounded operands beside it, which nothing reads."""
-    twins, nodes = model.clone(), {one.node: one for one in rounded}
+    """Copies of `rounded` with the error of rounding each, the others unrounded, relative to its output in fp32: every
+    node gets a twin with rounded operands, which nothing reads."""
+    twins, nodes = model.clone(), {rounding.node: rounding for rounding in rounded}
     pairs: dict[str, tuple[str, str]] = {}
     both = list(sites)
     for node in list(twins.graph):
         if node.name not in nodes:
             continue
-        one, output = nodes[node.name], node.outputs[0]
-        inputs = [*one.operands(twins.graph, node, f"{node.name}/twin"), *node.inputs[3:]]
+        rounding, output = nodes[node.name], node.outputs[0]
+        inputs = [*rounding.operands(twins.graph, node, f"{node.name}/twin"), *node.inputs[3:]]
         twin = ir.Node("", "Attention", inputs, node.attributes.values(), name=f"{node.name}/twin")
         twin.metadata_props.update(node.metadata_props)
         result = like(twin.outputs[0], output)
         result.name = f"{output.name}/twin"
         twins.graph.insert_before(node, twin)
         twins.graph.outputs.extend([output, result])
-        pairs[one.name] = str(output.name), str(result.name)
-        both.append(Site(f"{one.name}/twin", one.site.written_as, f"{node.name}/twin", one.site.form))
+        pairs[rounding.name] = str(output.name), str(result.name)
+        both.append(Site(f"{rounding.name}/twin", rounding.site.written_as, f"{node.name}/twin", rounding.site.form))
     run = as_it_is(written_out(twins, both), sorted({name for pair in pairs.values() for name in pair}))
     errors = dict.fromkeys(pairs, 0.0)
     for feeds in data:
         outputs = run(feeds)
         for name, (exact, low) in pairs.items():
-            held = np.isfinite(outputs[exact])
-            errors[name] = max(errors[name], relative_error(outputs[low][held], outputs[exact][held]))
-    return [replace(one, error=errors[one.name]) for one in rounded]
+            finite = np.isfinite(outputs[exact])
+            errors[name] = max(errors[name], relative_error(outputs[low][finite], outputs[exact][finite]))
+    return [replace(rounding, error=errors[rounding.name]) for rounding in rounded]
 
 
 def peaks_of(
     model: ir.Model, sites: Sequence[Site], names: set[str], data: Sequence[Mapping[str, Array]]
 ) -> dict[str, float]:
-    """The largest finite number of every value on data, by the value's name."""
+    """The largest finite absolute value of every named value on the data, by name."""
     run, peaks = as_it_is(written_out(model, list(sites)), sorted(names)), dict.fromkeys(names, 0.0)
     for feeds in data:
         for name, array in run(feeds).items():

@@ -1,8 +1,8 @@
 """The operators that have to stay in fp32 for a deployment to meet its requirement, and no others.
 
-All operators are 16-bit at first. Where that misses the requirement, culprits are raised to fp32: operators that leave
-the range of 16 bits all at once, else the operator at which an error begins and those that compute its inputs. When the
-requirement is met, operators that prove unneeded in fp32 are lowered again, the dearest first.
+All operators start in 16 bits. If that misses the requirement, culprits are raised to fp32: operators that leave the
+range of 16 bits, all at once, or else the operator at which an error begins and those that compute its inputs. Once the
+requirement is met, operators that prove unneeded in fp32 are lowered again, the most expensive first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnforge.precision import precision_named
 from attnforge.progress import Progress, Steps
 
 RAISES, TRIALS = 16, 64
-"""How often culprits are raised, and how many assignments are judged, at most."""
+"""Maximum number of times that culprits are raised, and of assignments that are judged."""
 
 JUDGED = 6
 """Cases on which assignments are judged."""
@@ -37,10 +37,10 @@ class ChosenPrecisions:
     """Precisions that meet the requirement.
 
     Attributes:
-        model: the canonical graph with them.
-        reference: what the deployment is held against.
+        model: the canonical graph in these precisions.
+        reference: the reference that the deployment is checked against.
         mixed: the manifest's record of them.
-        cost: seconds that the model is estimated to take.
+        cost: estimated seconds of the model.
     """
 
     model: ir.Model
@@ -61,30 +61,30 @@ def choose(
     """The cheapest precisions found that meet the requirement.
 
     Args:
-        model: canonical, in fp32; is not touched.
-        sites: its attention.
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
         whole: the model in fp32, for references.
-        names: the 16-bit precisions to try; the second only where the first needs operators in fp32.
+        names: the 16-bit precisions to try; the second only if the first needs operators in fp32.
         requirement: what has to be met.
         data: real inputs, on which assignments are judged too.
-        progress: hears of every assignment that is tried.
+        progress: receives each assignment that is tried.
 
     Raises:
         BuildError: not even fp32 meets the requirement.
     """
     references = [MixedReference(whole, precision_named(name)) for name in names]
-    yardstick = references[0]
-    stored, cases = stored_inputs(yardstick, data, run_cost(model))
-    answers, steps = Answers.of(yardstick, judged_on(cases), stored), Steps(progress)
+    baseline = references[0]
+    stored, cases = stored_inputs(baseline, data, run_cost(model))
+    answers, steps = Answers.of(baseline, judged_on(cases), stored), Steps(progress)
     candidates: list[ChosenPrecisions] = []
     for reference in references:
-        trials = Trials(model, sites, reference.precision, yardstick.precision, requirement, answers, steps)
+        trials = Trials(model, sites, reference.precision, baseline.precision, requirement, answers, steps)
         search = _Search(trials, cases[0].sizes)
         high = search.lower_again(search.raise_until_met())
         error, exactly = trials.allowed.error, trials.allowed.exactly
-        if requirement.is_metric:  # then the error is whatever it is, on every ordinary case
+        if requirement.is_metric:  # then the error is simply measured, on every ordinary case
             ordinary = [case for case in cases if case.is_ordinary and case.kind != "zeros"]  # eager may refuse these
-            everywhere = Answers.of(yardstick, ordinary, stored)
+            everywhere = Answers.of(baseline, ordinary, stored)
             error, exactly = 2 * max(trials.error_on(high, everywhere), reference.precision.floor), True
         mixed = search.record(high, error, exactly)
         candidates.append(ChosenPrecisions(trials.assigned(high), reference, mixed, search.cost(high)))
@@ -94,7 +94,7 @@ def choose(
 
 
 def judged_on(cases: Sequence[Case]) -> list[Case]:
-    """The cases to judge assignments on: real data, and ordinary ones of all sorts, none of them the largest."""
+    """The cases to judge assignments on: real data, and ordinary ones of all kinds except the largest."""
     ordinary = {case.name: case for case in cases if case.is_ordinary}
     data = [case for case in ordinary.values() if case.kind == "data"]
     names = ("example", "uniform", "normal-odd", "normal-opt", "normal-again", "normal-prime")
@@ -107,10 +107,10 @@ class _Search:
 
     Attributes:
         trials: judges assignments.
-        sizes: of the dynamic dims, at which cost is estimated.
+        sizes: sizes of the dynamic dims at which cost is estimated.
         why: the evidence against every operator that was raised.
-        out_of_range: operators that stay in fp32, for 16 bits do not hold their numbers.
-        steps: what was tried in order, and what came of it.
+        out_of_range: operators that stay in fp32 because 16 bits cannot represent their numbers.
+        steps: what was tried, in order, and the outcome.
     """
 
     trials: Trials
@@ -120,7 +120,7 @@ class _Search:
     steps: list[str] = field(default_factory=list)
 
     def raise_until_met(self) -> Assignment:
-        """Raise culprits until the requirement is met, or everything where no culprit is left.
+        """Raise culprits until the requirement is met, or all operators if no culprit is left.
 
         Raises:
             BuildError: not even fp32 meets the requirement.
@@ -145,14 +145,14 @@ class _Search:
         if not self._meets(everything):
             trial = self.trials.judge(everything)
             raise BuildError(
-                f"even all in fp32 misses the budget ({trial.text}, an error of {scientific(trial.error)}); "
-                "allow a larger error, or look at what attnforge diagnose says of the fp32 bundle"
+                f"even fp32 throughout misses the budget ({trial.text}, an error of {scientific(trial.error)}); "
+                "allow a larger error, or run attnforge diagnose on the fp32 bundle"
             )
         return everything
 
     def lower_again(self, high: Assignment) -> Assignment:
-        """Lower operators that prove unneeded in fp32: groups of one module first, then single operators, the dearest
-        first. Operators near the end of the range stay, for inputs that were not tried may reach further."""
+        """Lower operators that prove unneeded in fp32: groups of one module first, then single operators, the most
+        expensive first. Operators near the end of the range stay, because untested inputs may reach further."""
         for group in sorted(self._by_module(high - self.out_of_range), key=self._saved, reverse=True):
             if len(group) > 1:
                 high = self._without(high, group)
@@ -161,7 +161,7 @@ class _Search:
         return high
 
     def _without(self, high: Assignment, group: Sequence[str]) -> Assignment:
-        """The assignment without a group, where it still meets the requirement."""
+        """The assignment without a group, if it still meets the requirement."""
         less = high - set(group)
         if less == high or len(self.trials) >= TRIALS or not self._meets(less):
             return high
@@ -171,9 +171,9 @@ class _Search:
     def _meets(self, high: Assignment) -> bool:
         return self.trials.judge(high).passed
 
-    def _note(self, what: str, high: Assignment) -> None:
+    def _note(self, step: str, high: Assignment) -> None:
         trial = self.trials.judge(high)
-        self.steps.append(f"{what}: {len(high)} of {len(self.trials.nodes)} operators in fp32, {trial.text}")
+        self.steps.append(f"{step}: {len(high)} of {len(self.trials.nodes)} operators in fp32, {trial.text}")
 
     def record(self, high: Assignment, max_error: float, exactly: bool) -> Mixed:
         """The manifest's record of an assignment, and of how it was found."""
@@ -200,16 +200,16 @@ class _Search:
         return [sorted(group) for group in groups.values()]
 
     def _saved(self, names: Iterable[str]) -> float:
-        """Seconds that lowering these operators is estimated to save."""
+        """Estimated seconds that lowering these operators saves."""
         nodes = [self.trials.nodes[name] for name in names]
         return sum(cost_of(node, self.sizes, True) - cost_of(node, self.sizes, False) for node in nodes)
 
     def cost(self, high: Assignment) -> float:
-        """Seconds that the model is estimated to take."""
+        """Estimated seconds of the model."""
         return sum(cost_of(node, self.sizes, name in high) for name, node in self.trials.nodes.items())
 
     def _low_flops(self, high: Assignment) -> float:
-        """Share of the floating-point operations that are 16-bit."""
+        """Share of the floating-point operations that are in 16 bits."""
         flops = {name: flops_of(node, self.sizes) for name, node in self.trials.nodes.items()}
         total = sum(flops.values())
         return sum(count for name, count in flops.items() if name not in high) / total if total else 1.0

@@ -1,4 +1,4 @@
-"""Assignments of precisions, judged by running them: 16-bit storage emulated as a fused plan has it, against float64 of
+"""Assignments of precisions, judged by running them: 16-bit storage emulated as in a fused plan, against float64 with
 the original weights."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Assignment = frozenset[str]
 
 
 class MixedReference(Derived):
-    """The reference of a deployment that chose its precisions: eager at the 16-bit one, float64 of the fp32 weights.
+    """The reference of a deployment with chosen precisions: eager at the 16-bit one, float64 with the fp32 weights.
 
     Args:
         whole: the model in fp32.
@@ -49,11 +49,11 @@ class MixedReference(Derived):
 
 @dataclass(frozen=True)
 class Requirement:
-    """What an assignment has to meet.
+    """The requirement on an assignment.
 
     Attributes:
-        max_error: relative, on every ordinary case; None for twice eager's, and no more than ten floors.
-        metric: makes empty scores of the task's metric, which decides where `max_error` is None.
+        max_error: maximum relative error on every ordinary case; None for twice eager's, and at most ten floors.
+        metric: makes an empty score of the task's metric, which decides if `max_error` is None.
     """
 
     max_error: float | None = None
@@ -65,13 +65,13 @@ class Requirement:
         return self.metric is not None and self.max_error is None
 
     def allowed(self, precision: Precision) -> Allowed:
-        """The error that a deployment whose yardstick is eager at `precision` is allowed."""
+        """The error that a deployment is allowed whose eager baseline is at `precision`."""
         return Allowed(self.max_error or FAR_OFF * precision.floor, self.max_error is not None)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Cases, and by each one's name its inputs, eager's outputs and float64's."""
+    """Cases, and by case name the inputs and the outputs of eager and float64."""
 
     cases: Sequence[Case]
     inputs: dict[str, dict[str, Array]]
@@ -80,7 +80,7 @@ class Answers:
 
     @classmethod
     def of(cls, model: ReferenceModel, cases: Sequence[Case], stored: Mapping[str, Array]) -> Answers:
-        """What `model` answers to `cases`, whose inputs are made of seeds and of what is stored."""
+        """Run `model` on `cases`, whose inputs are made from seeds and stored inputs."""
         feeds = {case.name: make_inputs(case, model.inputs, stored) for case in cases}
         eager = {name: model.eager(arrays) for name, arrays in feeds.items()}
         return cls(cases, feeds, eager, {name: model.exact(arrays) for name, arrays in feeds.items()})
@@ -93,20 +93,20 @@ class Answers:
 
 @dataclass(frozen=True)
 class Trial:
-    """How an assignment did.
+    """The result of judging an assignment.
 
     Attributes:
-        share: of the requirement that it uses up, on the worst case; 1 or less meets it, and infinity is a lost number
-            or a metric that is missed.
+        share: share of the requirement that it uses, on the worst case; 1 or less meets it, and infinity stands for NaN
+            or infinity in the output or a missed metric.
         error: the largest relative error.
-        case: the worst one; None where no output is of floating-point numbers.
-        said: how it did, in words; None for the share of the budget.
+        case: the worst one; None if no output is floating-point.
+        summary: the result in words; None for the share of the budget.
     """
 
     share: float
     error: float
     case: Case | None
-    said: str | None = None
+    summary: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -114,33 +114,33 @@ class Trial:
 
     @property
     def text(self) -> str:
-        if self.said is not None:
-            return self.said
-        share = "numbers are lost" if self.share == np.inf else f"{self.share:.2f} of the budget"
+        if self.summary is not None:
+            return self.summary
+        share = "NaN or infinity" if self.share == np.inf else f"{self.share:.2f} of the budget"
         share = share if self.share else f"an error of {scientific(self.error)}"
         return f"{share} in {self.case.name}" if self.case is not None else share
 
 
 def by_metric(trial: Trial, report: MetricReport) -> Trial:
-    """A trial that the task's metric decides as well: one that is missed, or NaN, misses the requirement."""
-    text = f"{trial.text}; {report.name} {report.value:.6g}, where {report.least:.6g} is to be reached"
-    return replace(trial, share=trial.share if report.passed else np.inf, said=text)
+    """A trial that the task's metric decides as well: if it is missed, or NaN, the requirement is missed."""
+    text = f"{trial.text}; {report.name} {report.value:.6g}, with {report.least:.6g} required"
+    return replace(trial, share=trial.share if report.passed else np.inf, summary=text)
 
 
 class Trials:
     """Judges assignments of one canonical graph, each once.
 
     Args:
-        model: canonical, in fp32; is not touched.
-        sites: its attention.
-        precision: the 16-bit one.
-        yardstick: the precision whose eager sets the budget, and whose answers `answers` are.
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
+        precision: the 16-bit precision.
+        baseline: the precision whose eager sets the budget and gave `answers`.
         requirement: what has to be met.
-        answers: of the cases that assignments are judged on.
+        answers: answers to the cases that assignments are judged on.
         steps: counts every assignment that is run.
 
     Attributes:
-        nodes: the operators whose precision is a choice, by name, in the order of the graph.
+        nodes: the operators whose precision is a choice, by name, in graph order.
         low: the 16-bit type.
     """
 
@@ -149,7 +149,7 @@ class Trials:
         model: ir.Model,
         sites: list[Site],
         precision: Precision,
-        yardstick: Precision,
+        baseline: Precision,
         requirement: Requirement,
         answers: Answers,
         steps: Steps,
@@ -157,8 +157,8 @@ class Trials:
         self.model, self.sites, self.precision, self.answers = model, sites, precision, answers
         self.nodes = {str(node.name): node for node in operators(model)}
         self.low = ir.DataType.from_numpy(precision.dtype)
-        self.allowed = requirement.allowed(yardstick)
-        self._yardstick, self._requirement, self._steps = yardstick, requirement, steps
+        self.allowed = requirement.allowed(baseline)
+        self._baseline, self._requirement, self._steps = baseline, requirement, steps
         self._trials: dict[Assignment, Trial] = {}
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class Trials:
                 scores.add(case, outputs, answers.stored(case))
             for name, array in outputs.items():
                 if not is_floating(array):
-                    continue  # whole numbers are right or wrong by the numbers that they are made of
+                    continue  # integers are right or wrong by the numbers that they are computed from
                 trial = self._judge_output(case, name, array, eager[name], exact[name])
                 error = max(error, trial.error)
                 if worst.case is None or trial.share > worst.share:
@@ -207,7 +207,7 @@ class Trials:
 
     def _judge_output(self, case: Case, name: str, output: Array, eager: Array, exact: Array) -> Trial:
         output, eager, exact = (array.astype(np.float64) for array in (output, eager, exact))
-        comparison = judge(case, name, output, eager, exact, self._yardstick, None, self.allowed)
+        comparison = judge(case, name, output, eager, exact, self._baseline, None, self.allowed)
         share = comparison.error / comparison.budget
         if comparison.max_budget:
             share = max(share, comparison.max_error / comparison.max_budget)

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a target: a model for its CPU, and at 16 bits another one for CUDA."""
+"""ONNX Runtime as a target: a model for its CPU provider, and at 16 bits another one for CUDA."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from attnforge.progress import Progress, Steps
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.cases import sizes_at
 
-TOOK_APART = "ONNX Runtime's own optimiser took the fused node apart"
+TOOK_APART = "ONNX Runtime's own optimiser decomposed the fused node"
 
 
 def begin(job: Job, progress: Progress) -> Finish:
-    """Lower the canonical graph for ONNX Runtime and ask it what it compiles; nothing is left to wait for.
+    """Lower the canonical graph for ONNX Runtime and query what it compiles; nothing is left to wait for.
 
     Args:
         job: what to build from.
-        progress: hears of every site whose form is chosen by measuring.
+        progress: receives each site whose form is chosen by measuring.
 
     Raises:
         BuildError: ONNX Runtime cannot load the lowered graph.
@@ -62,7 +62,7 @@ def begin(job: Job, progress: Progress) -> Finish:
 
 
 def compiled_operators(file: Path) -> dict[str, str]:
-    """The operator of every node that ONNX Runtime's own optimisation leaves in a model, by the node's name.
+    """The operator of every node that remains after ONNX Runtime's own optimisation of a model, by node name.
 
     Raises:
         BuildError: ONNX Runtime cannot load the model.
@@ -72,8 +72,8 @@ def compiled_operators(file: Path) -> dict[str, str]:
     options.optimized_model_filepath = str(optimized)
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
-    )  # protobuf cannot hold a model of more than 2 GiB
-    options.add_session_config_entry("session.disable_prepacking", "1")  # which copies weights, to run them faster
+    )  # protobuf cannot represent a model of more than 2 GiB
+    options.add_session_config_entry("session.disable_prepacking", "1")  # prepacking copies weights to run faster
     try:
         ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         nodes = ir.load(optimized).graph

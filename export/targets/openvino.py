@@ -1,5 +1,5 @@
-"""OpenVINO, which runs the canonical graph of every bundle: where it computes a site faster in blocks, or with queries
-and keys in int8, it gets a graph of its own. It is no target that anybody names."""
+"""OpenVINO, which runs the canonical graph of every bundle: if it computes a site faster in blocks, or with queries and
+keys in int8, it gets a separate graph. It is not a target that can be named."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from attnforge.runtime.cases import sizes_at
 
 
 def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built | None:
-    """What is built for OpenVINO where a mask hides enough of a site, or where queries and keys may be in int8; None
-    where the canonical graph is as fast.
+    """Build a graph for OpenVINO if a mask hides enough of a site, or if queries and keys may be in int8; None if the
+    canonical graph is as fast.
 
     Args:
         job: what to build from; the graph has no cache.
-        built: for the targets, whose measuring has taken its part of the seconds.
-        progress: hears of every site whose form is chosen by measuring.
+        built: what was built for the targets, whose measurements have used part of the seconds.
+        progress: receives each site whose form is chosen by measuring.
     """
     scales = job.scores_in_int8
     sites = list(attentions(job.model, job.sites))
@@ -32,7 +32,7 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     sizes = sizes_at(job.inputs, "opt")
     spent = sum(target.record.tuning.seconds for target in built.values() if target.record.tuning is not None)
     seconds = job.measuring - spent if why_not_here(OPENVINO) is None else 0.0
-    measured = f"{OPENVINO}, int8: {', '.join(scales)}" if scales else OPENVINO  # which forms there are to measure
+    measured = f"{OPENVINO}, int8: {', '.join(scales)}" if scales else OPENVINO  # identifies the forms to measure
     known = job.reuse.forms(sizes, measured) if seconds > 0 else {}
     tuner = Tuner(sizes, seconds, Steps(progress), known, ENGINE) if seconds > 0 else None
     model = job.model.clone()

@@ -1,4 +1,4 @@
-"""The targets by name: why one cannot be built on this machine, and what builds it."""
+"""The targets by name: what builds each, and why one cannot be built on this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TARGETS: dict[str, Callable[[Job, Progress], Finish]] = {
     "onnxruntime": onnxruntime.begin,
     **{flavour: partial(tensorrt.begin, flavour=flavour) for flavour in FLAVOURS},
 }
-"""What begins to build each target, and returns what waits for it."""
+"""Starts building each target, and returns the function that waits for it."""
 
 
 def why_not_buildable(target: str) -> str | None:
-    """Why `target` cannot be built on this machine, or None where it can."""
+    """Why `target` cannot be built on this machine, or None if it can."""
     return tensorrt.why_not_buildable(target) if target in FLAVOURS else None
 
 
@@ -32,9 +32,9 @@ class Selection:
     """The targets of one deployment.
 
     Attributes:
-        chosen: to be built.
-        named: targets that must be built; where the builder refuses one of the others, the deployment goes on.
-        skipped: why any other cannot be built on this machine.
+        chosen: the targets to build.
+        named: targets that must be built; if the builder refuses one of the others, the deployment goes on.
+        skipped: why each other target cannot be built on this machine.
     """
 
     chosen: tuple[str, ...]
@@ -46,12 +46,12 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
     """Choose the targets to build.
 
     Args:
-        targets: names of targets, or None for every one that this machine can build.
-        require_fused: names of targets that have to be among them.
+        targets: names of targets, or None for all that this machine can build.
+        require_fused: names of targets that must be among them.
 
     Raises:
-        UnavailableError: a target that was asked for by name cannot be built here.
-        UsageError: a target is required and not among those that were asked for.
+        UnavailableError: a target that was named cannot be built here.
+        UsageError: a required target is not among the named ones.
     """
     reasons = {target: why_not_buildable(target) for target in targets or TARGETS}
     skipped = {target: reason for target, reason in reasons.items() if reason is not None}
@@ -62,27 +62,27 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
     for target in require_fused:
         if target not in chosen:
             raise UsageError(
-                f"{target} is to run attention fused but is not among the targets to build ({', '.join(chosen)}); "
-                f"add it to the targets, or do not require it"
+                f"{target} must run attention fused but is not among the targets to build ({', '.join(chosen)}); add "
+                "it to the targets, or do not require it"
             )
     return Selection(chosen, frozenset((*(targets or ()), *require_fused)), skipped)
 
 
 def begin(target: str, job: Job, selection: Selection, progress: Progress) -> Finish | str:
-    """Begin to build a target: lower it, and let its builder work beside this process.
+    """Start building a target: lower it, and let its builder work alongside this process.
 
     Args:
-        target: its name.
+        target: name of the target.
         job: what to build from.
         selection: says whether the target must be built.
-        progress: hears of the steps.
+        progress: receives the steps.
 
     Returns:
-        What waits for the target, or why it cannot be built.
+        a function that waits for the target, or why it cannot be built.
 
     Raises:
         BuildError: the builder refused a target that must be built.
-        UsageError: an option that the builder does not know.
+        UsageError: the builder does not support an option.
     """
     return _unless_refused(target, selection, lambda: TARGETS[target](job, progress))
 
@@ -93,16 +93,16 @@ def finish(
     """Wait for all targets.
 
     Args:
-        begun: by target, what :func:`begin` returned.
+        begun: what :func:`begin` returned for each target.
         selection: says which targets must be built.
-        progress: hears of every plan that is waited for; None where there is none.
+        progress: receives each plan that is waited for; None if there is none.
 
     Returns:
-        What was built for every target, and the builder's words on each that it refused.
+        what was built for every target, and the builder's message for each that it refused.
 
     Raises:
         BuildError: the builder refused a target that must be built.
-        UsageError: an option that the builder does not know.
+        UsageError: the builder does not support an option.
     """
     steps = Steps(progress)
     ended = {
@@ -114,7 +114,7 @@ def finish(
 
 
 def _unless_refused(target: str, selection: Selection, build: Callable[[], T]) -> T | str:
-    """What `build` returns, or the builder's words where it refused a target that need not be built."""
+    """Return the result of `build`, or the builder's message if it refused a target that need not be built."""
     try:
         return build()
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""What every target gets to build from, and what it gives back."""
+"""The input and the result of building a target."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from attnforge.progress import Steps
 
 @dataclass(frozen=True)
 class Job:
-    """What a target is built from.
+    """The inputs of a target's build.
 
     Attributes:
-        out: the folder that the bundle will have.
-        folder: the folder that it is written in until it is whole.
+        out: the final folder of the bundle.
+        folder: the folder that the bundle is written in until it is complete.
         shelf: saves graphs there.
-        reuse: takes from the cache what an earlier deploy made.
-        builders: run TensorRT's builders beside this process.
+        reuse: takes what an earlier deploy made from the cache.
+        builders: run TensorRT's builders alongside this process.
         model: the canonical graph; a target lowers a copy.
-        sites: its attention.
+        sites: its attention sites.
         inputs: name, dtype and dims of each input.
-        precision: of the bundle.
+        precision: the bundle's precision.
         attention: precision of attention alone in TensorRT's plans; None for the bundle's own.
-        measuring: seconds for choosing forms by measuring; 0 where rules choose.
-        compute_capabilities: that a TensorRT-RTX plan is for, such as `SM89`; none for portable ones.
+        measuring: seconds for choosing forms by measuring; 0 if rules choose.
+        compute_capabilities: those that a TensorRT-RTX plan is built for, such as `SM89`; empty for portable plans.
         profiles: further optimization profiles of TensorRT's plans.
-        not_in_fp8: why attention is not, beside products in fp8, by the site's name.
-        scores_in_int8: scales of queries and keys where OpenVINO may multiply them in int8, by the site's name.
+        not_in_fp8: why a site's attention is not in fp8 although products are, by site name.
+        scores_in_int8: scales of queries and keys that OpenVINO may multiply in int8, by site name.
     """
 
     out: Path
@@ -59,15 +59,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """What was built for a target.
+    """The result of a target's build.
 
     Attributes:
         record: its entry in the manifest.
         lowered: the form of every canonical site.
-        kernel_of: name of the fused kernel that the backend compiled for a site, or None; None itself where the backend
-            does not say what it compiles.
-        why_unfused: the reason where the backend compiled none although the form has one.
-        children: by name, the processes that built it.
+        kernel_of: name of the fused kernel that the backend compiled for a site, or None; None itself if the backend
+            does not report what it compiles.
+        why_unfused: the reason why the backend compiled no fused kernel although the form has one.
+        children: the processes that built it, by name.
     """
 
     record: TargetRecord
@@ -78,9 +78,9 @@ class Built:
 
 
 Finish = Callable[[Steps], Built]
-"""Waits for what a target began to build, and tells of every plan that it waits for.
+"""Waits for what a target started to build, and reports every plan that it waits for.
 
 Raises:
-    UsageError: a compute capability that the builder does not know.
+    UsageError: a compute capability that the builder does not support.
     BuildError: the builder refused.
 """

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX as targets: one model that both parse, and a plan of each."""
+"""TensorRT and TensorRT-RTX as targets: one model that both parse, and a plan for each."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from attnforge.runtime.cases import sizes_at
 
 
 def why_not_buildable(flavour: str) -> str | None:
-    """Why this machine cannot build plans of a flavour, or None where it can."""
+    """Why this machine cannot build plans of a flavour, or None if it can."""
     try:
         engine.load_tensorrt(flavour)
     except UnavailableError as error:
         return str(error)
     if flavour == "tensorrt" and not cuda_devices():
-        return "tensorrt builds for the GPU at hand and there is no CUDA device; tensorrt_rtx builds without one"
+        return "tensorrt builds for a GPU of this machine and there is no CUDA device; tensorrt_rtx builds without one"
     return None
 
 
 def begin(job: Job, progress: Progress, flavour: str) -> Finish:
-    """Lower the canonical graph for TensorRT and let a plan of it be built beside this process.
+    """Lower the canonical graph for TensorRT and start building a plan alongside this process.
 
     Args:
         job: what to build from.
-        progress: hears of nothing: what is waited for is the plan.
+        progress: receives nothing: only the plan is waited for.
         flavour: `tensorrt` or `tensorrt_rtx`.
 
     Raises:
         UnavailableError: the flavour is not installed here.
-        BuildError: caches are in int8.
+        BuildError: caches are int8.
     """
     if any(node.op_type == "TensorScatter" and node.outputs[0].dtype == INT8 for node in job.model.graph):
-        raise BuildError(f"{flavour} keeps caches in fp32, fp16 or bf16, not int8; leave out cache_precision for it")
-    is_alone = job.attention is not None and not job.precision.is_quantised  # which says what attention alone gains
+        raise BuildError(f"{flavour} supports caches in fp32, fp16 or bf16, not int8; leave out cache_precision for it")
+    is_alone = job.attention is not None and not job.precision.is_quantised  # the plain plan shows what that gains
     plain = _begin_plan(job, flavour, None, f"tensorrt/plain.{flavour}") if is_alone else None
     wanted = _begin_plan(job, flavour, job.attention, f"tensorrt/engine.{flavour}", "tensorrt/model.onnx")
     return partial(_finish, job, flavour, plain, wanted)
@@ -62,9 +62,9 @@ class _Begun:
 
     Attributes:
         model: file that it is built from, relative to the bundle's folder.
-        file: of the plan.
+        file: file of the plan.
         lowered: the form of every site.
-        plan: to come.
+        plan: the future plan.
     """
 
     model: str
@@ -80,7 +80,7 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
         job: what to build from.
         flavour: `tensorrt` or `tensorrt_rtx`.
         attention: precision of attention alone; None for the bundle's.
-        stem: of the plan's file, and of the model's where that has no name of its own.
+        stem: stem of the plan's file, and of the model's if that has no name of its own.
         model: file for the lowered graph.
     """
     graph = job.model.clone()
@@ -98,7 +98,7 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
 
 
 def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps: Steps) -> Built:
-    """Wait for the plans. Of the one with attention at the bundle's own precision only the record is kept."""
+    """Wait for the plans. Only the record of the one with attention at the bundle's own precision is kept."""
     record = TargetRecord(model=wanted.model, attention_precision=job.attention.name if job.attention else None)
     children = {}
     if plain is not None:
@@ -112,7 +112,7 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
         children[f"{flavour}, attention in {job.precision.name}"] = plan.process
     steps.begin(flavour)
     plan = wanted.plan.result()
-    if plan.process.memory:  # else the plan was taken from the cache, and no process built it
+    if plan.process.memory:  # otherwise the plan was taken from the cache, and no process built it
         children[flavour] = plan.process
     record.engines = [plan.record(wanted.file, flavour, _built_for(job, flavour), sha256(job.folder / wanted.file))]
     if quantised := products_between(job.model):
@@ -130,14 +130,14 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
 
 
 def _timings(out: Path, flavour: str) -> Path | None:
-    """The file in which TensorRT keeps what it timed on this machine's first GPU, for which it builds."""
+    """The file in which TensorRT stores its timings on this machine's first GPU, which it builds for."""
     if flavour != "tensorrt":
         return None
     return cache.timing_cache_file(out, engine.load_tensorrt(flavour).__version__, device_name(0))
 
 
 def _built_for(job: Job, flavour: str) -> list[str]:
-    """The compute capabilities that the plan is for, as the manifest names them."""
+    """The compute capabilities that the plan is built for, as the manifest names them."""
     if flavour == "tensorrt":
         return [compute_capability(0)]
     return [compute_capability(0) if name == "CURRENT" else name for name in job.compute_capabilities or [PORTABLE]]

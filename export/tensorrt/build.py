@@ -1,7 +1,7 @@
-"""TensorRT plans, and what the builder says it compiled.
+"""TensorRT plans, and what the builder reports of what it compiled.
 
-`tensorrt_rtx` is the real builder and needs no GPU; the full `tensorrt` builds for the GPU at hand. Both know strongly
-typed networks only: every tensor's type is the graph's.
+`tensorrt_rtx` needs no GPU to build; the full `tensorrt` builds for a GPU of this machine. Both only support strongly
+typed networks: every tensor has the graph's type.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Plan:
     """A serialized engine.
 
     Attributes:
-        data: the plan itself; empty where it was written to a file.
-        version: of the TensorRT that built it; only the same version is sure to load it.
-        layers: what was compiled, as the builder listed it.
-        seconds: how long building took.
-        size: bytes of the plan.
-        activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
-            where the builder does not say.
+        data: the plan itself; empty if it was written to a file.
+        version: version of the TensorRT that built it; only the same version is certain to load it.
+        layers: the compiled layers, as listed by the builder.
+        seconds: duration of the build.
+        size: size of the plan in bytes.
+        activation_memory: device memory in bytes for everything between inputs and outputs, at the largest sizes; None
+            if the builder does not report it.
         profiles: its optimization profiles.
-        process: what the builder's process took.
+        process: time and memory of the builder's process.
     """
 
     data: bytes
@@ -55,15 +55,15 @@ class Plan:
     process: Cost = field(default_factory=lambda: Cost(seconds=0.0, memory=0))
 
     def kernel_of(self, onnx_node: str) -> str | None:
-        """Name of the first fused attention layer that does the work of `onnx_node`; None where none does, or one part
-        of it is left to other layers."""
+        """Name of the first fused attention layer that computes `onnx_node`; None if none does, or if one part of it is
+        left to other layers."""
         nodes = {node for layer in self.layers for node in layer.onnx_nodes if _is_part(node, onnx_node)}
         fused = [layer for layer in self.layers if layer.is_fused_attention and nodes & {*layer.onnx_nodes}]
         return fused[0].name if nodes and nodes <= {node for layer in fused for node in layer.onnx_nodes} else None
 
     def scores_of(self, onnx_node: str) -> int | None:
-        """How many scores the fused layers of `onnx_node` compute together; None where it is not fused, or a layer's
-        tensors do not tell, as those of dynamic dims do not."""
+        """The number of scores that the fused layers of `onnx_node` compute together; None if it is not fused, or if a
+        layer's tensors do not show it, as with dynamic dims."""
         if self.kernel_of(onnx_node) is None:
             return None
         names = {*self.layers_of(onnx_node)}
@@ -71,34 +71,34 @@ class Plan:
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def layers_of(self, onnx_node: str) -> list[str]:
-        """Names of the layers that do the work of `onnx_node`."""
+        """Names of the layers that compute `onnx_node`."""
         return [la.name for la in self.layers if any(_is_part(node, onnx_node) for node in la.onnx_nodes)]
 
     def why_unfused(self, onnx_node: str) -> str:
-        """Why no fused layer does the work of `onnx_node`, with the names of those that do."""
+        """Why no fused layer computes `onnx_node`, with the names of the layers that do."""
         return f"the builder chose separate kernels: {', '.join(self.layers_of(onnx_node)) or 'none named'}"
 
     def reads_as_stored(self, between: Between) -> bool:
-        """Whether the kernel of a product takes the numbers of its weight, and of a quantised input, as they are
-        stored: no other dequantises them before."""
+        """Whether the kernel of a product reads its weight, and a quantised input, as they are stored: no other kernel
+        dequantises them first."""
         parts = (between.product, between.dequantise, between.weight)
         product, *dequantised = (str(node.name) for node in parts if node is not None)
         multiplying = [la for la in self.layers if la.type in ("gemm", "runtime_fusion") and product in la.onnx_nodes]
         return bool(multiplying) and all({*dequantised} <= {*layer.onnx_nodes} for layer in multiplying)
 
     def attends_in_fp8(self, softmax: str) -> bool:
-        """Whether the fused kernel of a softmax rounds its numbers to fp8, as all that it multiplies."""
+        """Whether the fused kernel of a softmax rounds the softmax's output to fp8, like the other factors."""
         kernel, rounding = self.kernel_of(softmax), rounding_of(softmax)
         return any(layer.name == kernel and rounding in layer.onnx_nodes for layer in self.layers)
 
     def record(self, file: str, flavour: str, compute_capabilities: Sequence[str], sha256: str) -> Engine:
-        """The manifest's record of the plan, as one that this user built.
+        """The manifest's record of the plan, as built by this user.
 
         Args:
             file: name of the plan's file in the bundle.
             flavour: `tensorrt` or `tensorrt_rtx`.
-            compute_capabilities: that the plan is for.
-            sha256: of that file, in hexadecimal.
+            compute_capabilities: those that the plan is built for.
+            sha256: sha256 of that file, in hexadecimal.
         """
         return Engine(
             file=file,
@@ -119,10 +119,10 @@ def _is_part(node: str, whole: str) -> bool:
 
 
 def _only(device: int) -> dict[str, str]:
-    """The environment in which a CUDA device is the first one, for which TensorRT builds.
+    """The environment in which a CUDA device is the first one, which TensorRT builds for.
 
     Args:
-        device: its number.
+        device: number of the device.
     """
     if device == 0:
         return {}
@@ -132,7 +132,7 @@ def _only(device: int) -> dict[str, str]:
 
 def softmax_of(site: str, part: int = 0) -> str:
     """Name of the Softmax that stands for an attention site in the model that TensorRT parses, or for a further part of
-    one that is computed in several."""
+    a site that is computed in several parts."""
     return f"{site}/Attention/Softmax_part_{part}" if part else f"{site}/Softmax"
 
 
@@ -142,15 +142,15 @@ def site_of(node: str) -> str:
 
 
 def profiles_of(inputs: Sequence[TensorSpec], further: Sequence[Mapping[str, Range]] = ()) -> list[dict[str, Range]]:
-    """The optimization profiles of a plan: all that the inputs may be, and `further` ones.
+    """The optimization profiles of a plan: the full range of the inputs, and `further` ones.
 
     Args:
-        inputs: with the range of every dynamic dim.
-        further: (min, opt, max) of some symbols each; the others are as in the first.
+        inputs: the inputs, with the range of every dynamic dim.
+        further: (min, opt, max) of some symbols each; the others are as in the first profile.
 
     Raises:
         UnknownNameError: no such symbol.
-        UsageError: sizes out of order, or outside what the inputs may be.
+        UsageError: sizes out of order, or out of the inputs' range.
     """
     low, opt, high = (sizes_at(inputs, bound) for bound in ("min", "opt", "max"))
     whole = {symbol: (low[symbol], opt[symbol], high[symbol]) for symbol in opt}
@@ -160,8 +160,8 @@ def profiles_of(inputs: Sequence[TensorSpec], further: Sequence[Mapping[str, Ran
                 raise UnknownNameError("dim", symbol, whole)
             if not low[symbol] <= least <= usual <= most <= high[symbol]:
                 raise UsageError(
-                    f"a profile has {symbol} from {least} over {usual} to {most}; give min ≤ opt ≤ max from "
-                    f"{low[symbol]} to {high[symbol]}, as the dim is"
+                    f"a profile has {symbol} from {least} over {usual} to {most}; give min ≤ opt ≤ max within the "
+                    f"dim's range, {low[symbol]} to {high[symbol]}"
                 )
     return [whole, *({**whole, **ranges} for ranges in further)] if whole else []
 
@@ -189,7 +189,7 @@ def build(
     timing_cache: Path | None = None,
     device: int = 0,
 ) -> Plan:
-    """Build a plan from `onnx_file`, in a process of its own, and wait for it.
+    """Build a plan from `onnx_file`, in a separate process, and wait for it.
 
     Args:
         onnx_file: the lowered graph.
@@ -197,14 +197,14 @@ def build(
         inputs: their dynamic dims become the first optimization profile.
         precision: `tf32` lets fp32 products round their factors to TF32; every other type is the graph's.
         compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; by default portable.
-        profiles: further ones, the range of some symbols each: TensorRT chooses its kernels for each profile's opt.
-        timing_cache: file in which TensorRT keeps what it timed, for the next build on the same device.
+        profiles: further profiles, the range of some symbols each: TensorRT chooses its kernels for each one's opt.
+        timing_cache: file in which TensorRT stores its timings, for the next build on the same device.
         device: number of the CUDA device that TensorRT builds for.
 
     Raises:
         UnavailableError: the flavour is not installed here.
-        UsageError: a compute capability that it does not know, or a profile outside what the inputs may be.
-        BuildError: the parser or the builder refused, in its own words, or crashed.
+        UsageError: an unknown compute capability, or a profile outside the inputs' range.
+        BuildError: the parser or the builder refused, with its message, or crashed.
     """
     with temporary_folder() as folder, Builders() as builders:
         request = Request(
@@ -216,29 +216,29 @@ def build(
 
 
 class Builders:
-    """Builders at work beside this process, one after another, each in a process of its own. Leaving the block ends
-    the one that is still at work.
+    """Builders that run alongside this process, one after another, each in a separate process. Leaving the block
+    kills the one that is still running.
 
     Args:
-        reuse: gets every request and what answers it by building, and may answer in its stead.
+        reuse: receives every request and a function that builds it, and may answer without building.
     """
 
     def __init__(self, reuse: Callable[[Request, Callable[[], Answer]], Answer] | None = None) -> None:
         self._reuse = reuse
         self._thread = ThreadPoolExecutor(1, "attnforge-builder")
         self._lock = threading.Lock()
-        self._at_work: subprocess.Popen[str] | None = None
+        self._running: subprocess.Popen[str] | None = None
         self._ended = False
 
     def start(self, request: Request, device: int = 0) -> Future[Plan]:
-        """Let a plan be built and written to its file, while the caller goes on.
+        """Start building a plan, which is written to its file, while the caller goes on.
 
         Args:
-            request: whose graph must stay as it is until the plan is built.
+            request: the request; its graph must not change until the plan is built.
             device: number of the CUDA device that TensorRT builds for.
 
         Returns:
-            The plan to come, whose `data` is empty; it raises what :func:`build` raises.
+            the future plan, whose `data` is empty; it raises what :func:`build` raises.
         """
         load_tensorrt(request.flavour)
         return self._thread.submit(self._built, request, device)
@@ -251,8 +251,8 @@ class Builders:
     ) -> None:
         with self._lock:
             self._ended = True
-            if self._at_work is not None:
-                self._at_work.kill()
+            if self._running is not None:
+                self._running.kill()
         self._thread.shutdown(cancel_futures=True)
 
     def _built(self, request: Request, device: int) -> Plan:
@@ -275,16 +275,16 @@ class Builders:
         )
 
     def _answer(self, request: Request, device: int) -> Answer:
-        """The answer of a builder in a process of its own.
+        """Run a builder in a separate process and return its answer.
 
         Raises:
-            BuildError: the process crashed or failed, or was ended.
+            BuildError: the process crashed, failed or was killed.
         """
         with temporary_folder() as folder:
             with self._lock:
                 if self._ended:
-                    raise BuildError(f"{request.flavour}'s builder was ended")
-                self._at_work = process = subprocess.Popen(
+                    raise BuildError(f"{request.flavour}'s builder was stopped")
+                self._running = process = subprocess.Popen(
                     command("attnforge.export.tensorrt.process"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -295,9 +295,9 @@ class Builders:
                 )
             output, errors = process.communicate(request.model_dump_json())
             with self._lock:
-                self._at_work = None
+                self._running = None
         if process.returncode != 0:
-            last_line = (errors.strip().splitlines() or ["it said nothing"])[-1]
+            last_line = (errors.strip().splitlines() or ["it printed nothing"])[-1]
             how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"
             raise BuildError(f"{request.flavour}'s builder {how} on {request.onnx_file.name}: {last_line}")
         return Answer.model_validate_json(output.splitlines()[-1])

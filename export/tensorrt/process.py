@@ -1,10 +1,10 @@
-"""The TensorRT builder in a process of its own: `python -m attnforge.export.tensorrt.process < request`.
+"""The TensorRT builder in a separate process: `python -m attnforge.export.tensorrt.process < request`.
 
-The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a process of its own that is an
-error to report, and the calling process goes on. The request comes on standard input as JSON, the answer leaves on
-standard output; the plan goes straight to its file.
+The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a separate process a crash is an
+error to report, and the calling process goes on. The request is read from standard input as JSON, the answer is written
+to standard output; the plan is written directly to its file.
 
-Polygraphy's loaders parse, configure and build. They know neither TensorRT-RTX's TF32 flag nor a cache of timings that
+Polygraphy's loaders parse, configure and build. They support neither TensorRT-RTX's TF32 flag nor a timing cache that
 is checked before it is read, so these two are set on the configuration that they make.
 """
 
@@ -45,18 +45,18 @@ _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
 
 File = Annotated[Path, AfterValidator(Path.absolute)]
-"""A file by its absolute path, for the builder stands in a folder of its own."""
+"""A file by its absolute path, because the builder runs in a separate folder."""
 
 
 class Layer(Record):
     """A layer of a compiled plan.
 
     Attributes:
-        name: TensorRT's own.
+        name: TensorRT's name.
         type: TensorRT's kind of layer.
         tactic: the kernel that TensorRT chose.
         onnx_nodes: names of the ONNX nodes that the layer computes.
-        inputs, outputs: the dims of each tensor; -1 where one is dynamic.
+        inputs, outputs: the dims of each tensor; -1 for a dynamic one.
     """
 
     name: str
@@ -72,9 +72,9 @@ class Layer(Record):
 
     @property
     def scores(self) -> int | None:
-        """How many scores a fused attention layer computes, by its tensors: of three inputs `(…, queries, d_k)`, `(…,
-        d_k, keys)` and `(…, keys, d_v)` it makes `(heads, queries, d_v)`. Where they can be told apart in two ways, the
-        larger number; None where a dim is dynamic, or the tensors are others."""
+        """The number of scores that a fused attention layer computes, from its tensors: from three inputs `(…, queries,
+        d_k)`, `(…, d_k, keys)` and `(…, keys, d_v)` it computes `(heads, queries, d_v)`. If the inputs can be assigned
+        in two ways, the larger number; None if a dim is dynamic, or the tensors do not match."""
         if not self.is_fused_attention or len(self.outputs) != 1:
             return None
         *heads, queries, d_v = self.outputs[0]
@@ -88,17 +88,17 @@ class Layer(Record):
 
 
 class Request(Record):
-    """What to build.
+    """A request to build.
 
     Attributes:
         onnx_file: the graph.
-        plan_file: where the plan is written.
+        plan_file: file that the plan is written to.
         flavour: `tensorrt` or `tensorrt_rtx`.
         inputs: name, dtype and dims of each input.
-        precision: name of the bundle's; TF32 is allowed for tf32 alone.
-        compute_capabilities: GPUs that the plan is for; empty for TensorRT's own choice.
+        precision: name of the bundle's precision; TF32 is allowed for tf32 only.
+        compute_capabilities: GPUs that the plan is built for; empty for TensorRT's own choice.
         profiles: the range of every symbol, for every optimization profile.
-        timing_cache: file that TensorRT's timings are read from and kept in.
+        timing_cache: file that TensorRT's timings are read from and written to.
     """
 
     onnx_file: File
@@ -112,17 +112,17 @@ class Request(Record):
 
 
 class Answer(Record):
-    """What was built, or why nothing was.
+    """The result of a build, or the reason why there is none.
 
     Attributes:
-        version: of the TensorRT.
-        layers: of the plan, as the builder lists them.
-        seconds: that building took.
-        activation_memory: bytes on the device, at the largest sizes; None where the builder does not say.
-        memory: bytes that the process had in memory at its peak.
-        refusal: the builder's own words; None where it built.
+        version: version of TensorRT.
+        layers: layers of the plan, as listed by the builder.
+        seconds: duration of the build.
+        activation_memory: device memory in bytes, at the largest sizes; None if the builder does not report it.
+        memory: peak memory of the process in bytes.
+        refusal: the builder's own message; None if it built the plan.
         misuse: whether the request itself was wrong.
-        errno: of the error for which the plan was not written; None where it was.
+        errno: number of the error that kept the plan from being written; None if it was written.
     """
 
     version: str
@@ -143,8 +143,8 @@ def main() -> None:
 
 
 def load(flavour: str) -> Any:
-    """The `tensorrt` or `tensorrt_rtx` module, with Polygraphy set to use it: Polygraphy reads once, when it is first
-    imported, which one that is, and whether it may install packages, which it never may here."""
+    """The `tensorrt` or `tensorrt_rtx` module, with Polygraphy set to use it: Polygraphy reads only once, when it is
+    first imported, which one that is, and whether it may install packages, which it must never do here."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(flavour == "tensorrt_rtx"))
     os.environ["POLYGRAPHY_AUTOINSTALL_DEPS"] = "0"
     trt = importlib.import_module(flavour)
@@ -153,7 +153,7 @@ def load(flavour: str) -> Any:
 
 
 def answer(request: Request) -> Answer:
-    """Build a plan as `request` says and write it to its file."""
+    """Build a plan for `request` and write it to its file."""
     trt = load(request.flavour)
     from polygraphy.backend.trt import engine_bytes_from_network, network_from_onnx_path
     from polygraphy.exception import PolygraphyException
@@ -190,36 +190,37 @@ def answer(request: Request) -> Answer:
 
 
 def _why_not_for(trt: Any, request: Request) -> str | None:
-    """Why no plan can be built for the compute capabilities; None where it can."""
+    """Why no plan can be built for the compute capabilities; None if one can."""
     names = request.compute_capabilities
     if not names:
         return None
     if request.flavour != "tensorrt_rtx":
-        return f"{request.flavour} builds for the GPU at hand; compute capabilities are chosen for tensorrt_rtx only"
+        return f"{request.flavour} builds for a GPU of this machine; compute capabilities are for tensorrt_rtx only"
     known = [name for name in dir(trt.ComputeCapability) if name.startswith("SM") or name == "CURRENT"]
     if unknown := [name for name in names if name not in known]:
         return (
-            f"unknown compute capability {unknown[0]!r}; {request.flavour} {trt.__version__} knows {', '.join(known)}"
+            f"unknown compute capability {unknown[0]!r}; {request.flavour} {trt.__version__} supports "
+            f"{', '.join(known)}"
         )
     return None
 
 
 def _input_of_shapes(network: Any) -> str | None:
-    """The first input whose values decide shapes, for which a profile would need their range, which nobody knows;
-    Polygraphy would take the dims of the input for it."""
+    """The first input whose values determine shapes: a profile would need their range, which is unknown; Polygraphy
+    would use the dims of the input instead."""
     from polygraphy.logger import G_LOGGER
 
-    with G_LOGGER.verbosity():  # TensorRT complains of the question while there is no profile
+    with G_LOGGER.verbosity():  # TensorRT complains about the query while there is no profile
         tensors = [network.get_input(i) for i in range(network.num_inputs)]
         return next((tensor.name for tensor in tensors if tensor.is_shape_tensor), None)
 
 
 def _configured(trt: Any, builder: Any, network: Any, request: Request) -> Any:
-    """The builder's configuration: the GPUs that the plan is for, the optimization profiles, whether TF32 is allowed,
-    and the timing cache. What is logged of layers is all, by Polygraphy's default.
+    """The builder's configuration: the GPUs that the plan is built for, the optimization profiles, whether TF32 is
+    allowed, and the timing cache. By Polygraphy's default everything about layers is logged.
 
     Raises:
-        PolygraphyException: a profile is none.
+        PolygraphyException: a profile is invalid.
     """
     from polygraphy.backend.tensorrt_rtx import create_config_rtx
     from polygraphy.backend.trt import create_config
@@ -244,7 +245,7 @@ def _configured(trt: Any, builder: Any, network: Any, request: Request) -> Any:
 
 
 def _profile(inputs: list[TensorSpec], ranges: Mapping[str, Range]) -> Any:
-    """The optimization profile of some ranges. Polygraphy takes names for patterns, so they are escaped."""
+    """The optimization profile with these ranges. Polygraphy treats names as patterns, so they are escaped."""
     from polygraphy.backend.trt import Profile
 
     shapes = Profile()
@@ -275,7 +276,7 @@ def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
 
 
 def _dims(tensors: str) -> list[list[int]]:
-    """The dims of every tensor in a list of them, as the builder writes it."""
+    """The dims of every tensor in a list as written by the builder."""
     return [[int(dim) for dim in dims.split(",") if dim] for dims in _DIMENSIONS.findall(tensors)]
 
 
@@ -285,10 +286,10 @@ def _memory(messages: list[tuple[int, str]]) -> int | None:
 
 
 class _Log(logging.Handler):
-    """What TensorRT and its parser say, which Polygraphy hands to Python's logging.
+    """The messages of TensorRT and its parser, which Polygraphy passes to Python's logging.
 
     Attributes:
-        messages: each with its level.
+        messages: each message with its level.
     """
 
     def __init__(self) -> None:
@@ -308,19 +309,19 @@ class _Log(logging.Handler):
 
     @property
     def errors(self) -> list[str]:
-        """TensorRT's own; Polygraphy's are critical."""
+        """TensorRT's errors; Polygraphy's are critical."""
         return [text for level, text in self.messages if level == logging.ERROR]
 
     def last_error(self) -> str | None:
-        """The last that says something: without a GPU, TensorRT-RTX adds that there is none to whatever goes wrong."""
-        telling = [text for text in self.errors if "catchCudaError" not in text]
-        return next(reversed(telling or self.errors), None)
+        """The last informative error: without a GPU, TensorRT-RTX adds to any failure that there is none."""
+        informative = [text for text in self.errors if "catchCudaError" not in text]
+        return next(reversed(informative or self.errors), None)
 
     def of_parser(self) -> str:
-        """The parser's errors, each with its node where it has one."""
+        """The parser's errors, each with its node if it has one."""
         matches = [match for text in self.errors if (match := _PARSER_ERROR.match(text))]
-        told = [f"{m['what']} (node {m['node']}, operator {m['type']})" if m["type"] else m["what"] for m in matches]
-        return "; ".join(dict.fromkeys(told))
+        texts = [f"{m['what']} (node {m['node']}, operator {m['type']})" if m["type"] else m["what"] for m in matches]
+        return "; ".join(dict.fromkeys(texts))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """TensorRT plans, built again from a bundle's own model: for another version, another device, or an altered file.
 
-The bundle holds the model that TensorRT parses, with its sha256. A machine that has the builder makes a plan of that
-model, without torch and without the source. New plans are added beside the old ones, which other machines may still
-load; only missing and altered plans leave the manifest.
+The bundle contains the model that TensorRT parses, with its sha256. A machine that has the builder builds a plan from
+that model, without torch and without the source. New plans are added alongside the old ones, which other machines may
+still load; only missing and altered plans are removed from the manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Ce
 from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
 from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
 from attnforge.machine import compute_capability, cuda_devices, device_name
-from attnforge.runtime.plans import engine_for, is_vouched_for
+from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")
 
@@ -26,12 +26,12 @@ log = logging.getLogger("attnforge")
 def rebuilt(
     bundle: str | os.PathLike[str] | Bundle, backend: str, device: int = 0, *, trusted: Trusted = None
 ) -> Bundle:
-    """The bundle with a plan that this machine's `backend` can load, built where there is none.
+    """The bundle with a plan that this machine's `backend` can load, built if there is none.
 
     Raises:
-        BundleError: something else than a plan is missing or altered, or the folder cannot be written to.
-        SignatureError: a signature is asked for, and a plan is needed that nobody has signed.
-        UnavailableError: TensorRT was asked for by name and there is no device, or no builder.
+        BundleError: something other than a plan is missing or altered, or the folder cannot be written to.
+        SignatureError: a signature is required, and a plan is needed that nobody has signed.
+        UnavailableError: TensorRT was named and there is no device, or no builder.
         BuildError: the builder refused.
     """
     if isinstance(bundle, Bundle) and trusted is None:
@@ -46,51 +46,51 @@ def rebuilt(
             continue
         capability = compute_capability(device)
         try:
-            if not fits(opened, flavour, capability, vouched=backend == "auto"):
+            if not fits(opened, flavour, capability, trusted=backend == "auto"):
                 opened = rebuild(opened, flavour, capability, device)
-        except UnavailableError:  # that TensorRT is not installed
+        except UnavailableError:  # TensorRT is not installed
             if backend == flavour:
                 raise
     return opened
 
 
-def fits(bundle: Bundle, flavour: str, capability: str, *, vouched: bool = False) -> bool:
-    """Whether the bundle holds an unaltered plan for this version and device.
+def fits(bundle: Bundle, flavour: str, capability: str, *, trusted: bool = False) -> bool:
+    """Whether the bundle contains an unaltered plan for this version and device.
 
     Args:
-        bundle: to look at.
+        bundle: the bundle.
         flavour: `tensorrt` or `tensorrt_rtx`.
         capability: the device's compute capability, such as `SM89`.
-        vouched: whether somebody has to vouch for the plan, as for those that `auto` loads.
+        trusted: whether only trusted plans fit, as for `auto`.
 
     Raises:
-        UnavailableError: that TensorRT is not installed.
+        UnavailableError: TensorRT is not installed.
     """
     whole = [record for record in bundle.manifest.targets[flavour].engines if _is_whole(bundle, record.file)]
     version = load_tensorrt(flavour).__version__
     engine = engine_for(whole, version, capability) if whole else ""
-    return isinstance(engine, Engine) and (not vouched or is_vouched_for(bundle, engine))
+    return isinstance(engine, Engine) and (not trusted or is_trusted_plan(bundle, engine))
 
 
 def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> Bundle:
     """Build a plan from the bundle's own model and add it to the bundle.
 
     Args:
-        bundle: whose model is unaltered.
-        flavour: `tensorrt`, which builds for the device at hand, or `tensorrt_rtx`.
-        capability: compute capability to build for, such as `SM89`; one that TensorRT-RTX does not know gets the
+        bundle: the bundle; its model is unaltered.
+        flavour: `tensorrt`, which builds for the device itself, or `tensorrt_rtx`.
+        capability: compute capability to build for, such as `SM89`; one that TensorRT-RTX does not support gets the
             portable plan.
-        device: number of the CUDA device, of which TensorRT keeps what it timed.
+        device: number of the CUDA device, whose timings TensorRT stores.
 
     Raises:
         BundleError: the folder cannot be written to.
-        UnavailableError: that TensorRT is not installed.
+        UnavailableError: TensorRT is not installed.
         BuildError: the builder refused.
     """
     if bundle.trusted:
         raise SignatureError(
-            f"{bundle.path} has no signed plan for this machine, and one that is built here would end its signature; "
-            "build it without a trusted key, sign the bundle with a key of yours and trust that one"
+            f"{bundle.path} has no signed plan for this machine, and building one here would invalidate its signature; "
+            "build it without a trusted key, sign the bundle with your own key and trust that one"
         )
     trt, manifest = load_tensorrt(flavour), bundle.manifest
     record = manifest.targets[flavour]
@@ -109,19 +109,19 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
 
 
 def _as_it_is_now(bundle: Bundle, model: str) -> Bundle:
-    """The bundle with the manifest that it has now.
+    """The bundle with its current manifest.
 
     Raises:
-        ReplacedError: the model that a plan was built from is another one now.
+        ReplacedError: the model that a plan was built from has been replaced.
     """
     now = Bundle(bundle.path, check_plans=False, lazily=True, trusted=False)
     if now.manifest.files.get(model) != bundle.manifest.files[model]:
-        raise ReplacedError(f"{bundle.path} was replaced while a plan was built from its model; build it again")
+        raise ReplacedError(f"{bundle.path} was replaced while a plan was built from its model; build the plan again")
     return now
 
 
 def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str) -> Bundle:
-    """Add a plan to a bundle, and take those out of the manifest that are missing or altered."""
+    """Add a plan to a bundle, and remove missing and altered ones from the manifest."""
     manifest = bundle.manifest
     record = manifest.targets[flavour]
     kept = [old for old in record.engines if _is_whole(bundle, old.file) and old.file != name]
@@ -147,12 +147,12 @@ def _added(bundle: Bundle, flavour: str, name: str, plan: Plan, capability: str)
     except OSError as error:
         raise BundleError(f"{bundle.path} cannot be written to ({error}); copy the bundle and load the copy") from error
     if is_signed:
-        log.warning("%s has a new plan, so its signature is gone; sign it again: attnforge sign", bundle.path)
+        log.warning("%s has a new plan, so its signature was removed; sign it again: attnforge sign", bundle.path)
     return Bundle(bundle.path, check_plans=False, trusted=False)
 
 
 def certified(certificate: Certificate, flavour: str, plan: Plan) -> Certificate:
-    """The certificate with what another plan made of every site that was lowered for it."""
+    """The certificate updated with what another plan made of every site that was lowered for it."""
     details = [site.model_copy(deep=True) for site in certificate.details]
     for site in details:
         if (target := site.targets.get(flavour)) is not None:

@@ -1,4 +1,4 @@
-"""What every backend offers to a session."""
+"""The interface of every backend to a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
-"""ONNX Runtime's names of what computes on a GPU, by backend."""
+"""ONNX Runtime's execution providers that compute on a GPU, by backend."""
 
 
 class Backend(Protocol):
@@ -23,7 +23,7 @@ class Backend(Protocol):
     A new backend is one file in this folder and one row of :data:`attnforge.runtime.backends.registry.REGISTRY`.
 
     Attributes:
-        name: of the backend.
+        name: name of the backend.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Backend(Protocol):
 
         Args:
             arrays: the inputs, contiguous, of the manifest's dtypes.
-            shapes: of inputs and outputs; an output's shape is None where the inputs' sizes do not decide it.
-            out: by output, an array that the backend may write it to, or None. The backend returns a new array where it
-                does not, and where `shapes` does not know the output's shape.
+            shapes: shapes of inputs and outputs; an output's shape is None if the inputs' sizes do not determine it.
+            out: for each output, an array that the backend may write it to, or None. The backend returns a new array if
+                it does not write there, and if `shapes` does not have the output's shape.
         """
 
     def memory(self) -> Memory:
-        """The bytes that the backend holds, as far as its library says."""
+        """The memory that the backend uses, as far as its library reports it."""
 
     def keep(self) -> None:
-        """Write what was compiled to disk, for the next start."""
+        """Write compiled kernels to disk, for the next start."""
 
     def close(self) -> None:
         """Free everything. Later runs raise a UsageError."""

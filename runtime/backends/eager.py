@@ -1,4 +1,4 @@
-"""Eager torch at a precision: the yardstick of deployed models, and the one backend that imports torch."""
+"""Eager torch at a precision: the baseline of deployed models, and the only backend that imports torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     """A copy of `module` in eval mode with its floating-point weights in the precision's dtype. Parameters that have it
-    share their memory with the module's.
+    already share their memory with the module's.
 
     Raises:
         CaptureError: the module cannot be copied.
@@ -44,18 +44,21 @@ def doubled(module: nn.Module) -> nn.Module:
 
 
 def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of `module` whose parameters have `dtype` (one that has it shares its memory), and in which the tensors
-    that it keeps outside parameters and buffers, such as the cache that an earlier call filled, have `dtype` where
-    theirs is the weights'. Numbers without dims are left: they take the dtype of what they meet."""
+    """A copy of `module` whose parameters have `dtype` (one that has it already shares its memory). Tensors that the
+    module keeps outside parameters and buffers, such as a cache that an earlier call filled, also get `dtype` if they
+    have the weights' dtype. Tensors without dims are not converted: they take the dtype of what they are combined
+    with."""
     weights = (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point())
-    own = next((tensor.dtype for tensor in weights), None)
+    weights_dtype = next((tensor.dtype for tensor in weights), None)
     kept = [tensor for part in module.modules() for tensor in _tensors_in(vars(part))]
     copies: dict[int, Tensor] = {
         id(parameter): nn.Parameter(_to(parameter.detach(), dtype), requires_grad=False)
         for parameter in module.parameters()
     }
     copies |= {
-        id(tensor): tensor.detach().to(dtype if tensor.dtype == own and tensor.dim() else tensor.dtype, copy=True)
+        id(tensor): tensor.detach().to(
+            dtype if tensor.dtype == weights_dtype and tensor.dim() else tensor.dtype, copy=True
+        )
         for tensor in kept
     }
     return copy.deepcopy(module, copies)
@@ -66,7 +69,8 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists and tuples; parameters, and what `torch.nn.Module` itself keeps, are left."""
+    """The tensors in nested dicts, lists and tuples, except parameters and the attributes of `torch.nn.Module`
+    itself."""
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter):
             yield value
@@ -84,11 +88,11 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
 
     Args:
         module: the module.
-        inputs: in the order of the module's arguments.
-        dtype: to which floating-point inputs are cast.
+        inputs: inputs in the order of the module's arguments.
+        dtype: dtype that floating-point inputs are cast to.
 
     Returns:
-        The outputs by the names that they have in a bundle.
+        the outputs by their names in a bundle.
 
     Raises:
         CaptureError: the module does not run in that dtype, or does not return tensors.
@@ -102,17 +106,17 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
 
 
 def cannot_run(module: nn.Module, dtype: torch.dtype, error: Exception) -> CaptureError:
-    """The error of a module that torch does not run in `dtype`, on one line."""
-    hint = "" if dtype == torch.float32 else "; tensors that it makes itself have to be of its inputs' dtype"
+    """The error for a module that torch cannot run in `dtype`, on one line."""
+    hint = "" if dtype == torch.float32 else "; tensors that it creates itself need the dtype of its inputs"
     kind = str(dtype).removeprefix("torch.")
     return CaptureError(f"{type(module).__name__} does not run in {kind}: {first_line(error)}{hint}")
 
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Let torch.nn's own modules compute as their code says, which is what torch exports, for a block.
+    """Make torch.nn's own modules compute as their code says, which is what torch exports, for a block.
 
-    Their fused shortcut differs for a query that may attend to nothing: it gives zeros where their code gives NaN.
+    Their fused fast path differs for a fully masked row: it gives zeros where their code gives NaN.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -123,7 +127,7 @@ def as_written() -> Iterator[None]:
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:
-    """The tensors that a module returned, by the names that they have as a bundle's outputs."""
+    """The tensors that a module returned, by their names as a bundle's outputs."""
     return dict(zip(output_names(result), _tensors(result), strict=True))
 
 
@@ -135,7 +139,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def output_names(result: Any) -> list[str]:
-    """The names that the tensors of a module's result have as a bundle's outputs.
+    """The names of the tensors of a module's result as a bundle's outputs.
 
     Raises:
         CaptureError: the result is not a tensor, or a tuple, list or mapping of tensors.
@@ -150,11 +154,11 @@ class Eager:
     """The eager backend: a copy of the module in eval mode, its weights in the bundle's dtype.
 
     Args:
-        bundle: that was deployed from the module.
+        bundle: the bundle that was deployed from the module.
         module: the torch module.
 
     Raises:
-        UsageError: it is no torch module.
+        UsageError: `module` is not a torch module.
     """
 
     name = "eager"
@@ -162,7 +166,7 @@ class Eager:
 
     def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
-            raise UsageError(f"the eager backend runs a torch.nn.Module, and was given {type(module).__name__}")
+            raise UsageError(f"the eager backend runs a torch.nn.Module, not {type(module).__name__}")
         precision = precision_named(bundle.manifest.eager_precision)
         self._dtype = torch_dtype(precision)
         self._inputs = [spec.name for spec in bundle.manifest.inputs]

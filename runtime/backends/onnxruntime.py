@@ -20,7 +20,7 @@ from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
 BFLOAT16_ONNX = 16
-"""TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime is given the bits as uint16 with this type."""
+"""TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime receives the bits as uint16 with this type."""
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -28,16 +28,16 @@ DTYPES = {
     "tensor(bfloat16)": "bfloat16",
     "tensor(int8)": "int8",
 }
-"""NumPy's names of the types of inputs that are numbers, by ONNX Runtime's."""
+"""NumPy's names of the types of floating-point and int8 inputs, by ONNX Runtime's."""
 
 COPIED = 1 << 16
-"""Bytes of outputs up to which copying to the caller's arrays takes less time than binding them."""
+"""Bytes of outputs up to which copying to the caller's arrays is faster than binding them."""
 
 
 def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
-    """The bundle's ONNX Runtime model on the CPU, with the settings that were measured where they hold here."""
+    """The bundle's ONNX Runtime model on the CPU, with the measured settings if they are valid here."""
     manifest, record = bundle.manifest, bundle.manifest.targets["onnxruntime"]
-    settings = record.session if record.session is not None and _holds(record.session) else None
+    settings = record.session if record.session is not None and _are_valid(record.session) else None
     name = settings.optimized if settings is not None and settings.optimized else record.model
     with bundle.steady(), refusals(f"{bundle.path / name}"):
         model = bundle.model(name)
@@ -46,19 +46,19 @@ def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
         )
 
 
-def refusals(what: str) -> AbstractContextManager[None]:
-    """A block in which ONNX Runtime opens a model. Its errors have no class in common, and none says which file it is.
+def refusals(model: str) -> AbstractContextManager[None]:
+    """A block in which ONNX Runtime opens a model. Its errors have no class in common, and none names the file.
 
     Args:
-        what: is opened.
+        model: the model that is opened, for the message.
 
     Raises:
         UnavailableError: ONNX Runtime refuses the model.
     """
-    return raised_as(UnavailableError, f"ONNX Runtime does not take {what}", passing=(OSError,))
+    return raised_as(UnavailableError, f"ONNX Runtime cannot open {model}", passing=(OSError,))
 
 
-def _holds(settings: SessionSettings) -> bool:
+def _are_valid(settings: SessionSettings) -> bool:
     """Whether settings were measured on this machine, with this version of ONNX Runtime."""
     return settings.version == ort.__version__ and settings.machine == this_machine(gpus=False)
 
@@ -67,12 +67,12 @@ class OnnxRuntime:
     """An ONNX model in a session of ONNX Runtime on the CPU. Any number of threads may run it at once.
 
     Args:
-        name: of the backend.
-        model: its file, or its content.
-        inputs: of the model.
-        outputs: of the model.
-        threads: over how many a run is spread; by default as many as the settings say, or one a processor.
-        settings: with which the model was measured to run fastest here.
+        name: name of the backend.
+        model: the model's file, or its content.
+        inputs: inputs of the model.
+        outputs: outputs of the model.
+        threads: number of threads per run; by default from the settings, or one per processor.
+        settings: the settings with which the model was measured to run fastest here.
     """
 
     gpu = None
@@ -99,13 +99,13 @@ class OnnxRuntime:
         session = self._open()  # another thread may have closed it since this call began
         small = out is None or sum([array.nbytes for array in out if array is not None]) <= COPIED
         if small and not self._has_bfloat16:
-            own: list[Array] = session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)))
-            return own  # in ONNX Runtime's memory, which it frees when the arrays are gone
-        binding = session.io_binding()  # a new one a call: bindings are cheap, and threads must not share one
+            results: list[Array] = session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)))
+            return results  # in ONNX Runtime's memory, which it frees when the arrays are gone
+        binding = session.io_binding()  # a new one for each call: bindings are cheap, and threads must not share one
         for name, array in zip(self._inputs, arrays, strict=True):
             bind_host_input(binding, name, array)
         targets = [
-            array if shape is not None else None  # ONNX Runtime refuses memory for another shape, in words of its own
+            array if shape is not None else None  # ONNX Runtime refuses memory of another shape with its own message
             for array, shape in zip(out or [None] * len(self._outputs), shapes.outputs, strict=True)
         ]
         for name, target in zip(self._outputs, targets, strict=True):
@@ -114,20 +114,20 @@ class OnnxRuntime:
             else:
                 binding.bind_ortvalue_output(name, host_value(target))
         session.run_with_iobinding(binding)
-        results = [target for target in targets if target is not None]
-        if len(results) == len(targets):
-            return results
+        written = [target for target in targets if target is not None]
+        if len(written) == len(targets):
+            return written
         return [
             copied(value) if target is None else target
             for target, value in zip(targets, binding.get_outputs(), strict=True)
         ]
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
-        """A run from some arrays to others, which may share memory, to be called any number of times.
+        """Bind a run from some arrays to others, which may share memory; the run can be called any number of times.
 
         Args:
-            inputs: by name.
-            outputs: by name, of the shapes that the inputs give.
+            inputs: inputs by name.
+            outputs: outputs by name, with the shapes that follow from the inputs.
         """
         session = self._open()
         binding = session.io_binding()
@@ -135,7 +135,7 @@ class OnnxRuntime:
             bind_host_input(binding, name, array)
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, host_value(array))
-        kept = (inputs, outputs)  # the binding holds addresses alone
+        kept = (inputs, outputs)  # the binding only has addresses
 
         def run() -> None:
             assert kept
@@ -144,7 +144,7 @@ class OnnxRuntime:
         return run
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        """The type of an input, as the model has it."""
+        """The type of an input in the model."""
         types = {value.name: value.type for value in self._open().get_inputs()}
         return np.dtype(DTYPES[types[name]])
 
@@ -163,12 +163,12 @@ class OnnxRuntime:
 
 
 def session_options(threads: int | None = None, settings: SessionSettings | None = None) -> Any:
-    """ONNX Runtime's `SessionOptions`, without products of 8 bits that saturate, as those of AVX2 would.
+    """ONNX Runtime's `SessionOptions`, without 8-bit products that saturate, as AVX2's would.
 
     Args:
-        threads: over how many a run is spread; else as the settings say, or ONNX Runtime's default: one a processor,
-            here of those that this process may run on (ONNX Runtime counts all of the machine's).
-        settings: as they were measured; else ONNX Runtime's defaults.
+        threads: number of threads per run; by default from the settings, or else one per processor that this process
+            may run on (ONNX Runtime's own default counts all of the machine's).
+        settings: the measured settings; by default ONNX Runtime's defaults.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -187,13 +187,13 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
 
 
 def given(model: Path | bytes) -> str | bytes:
-    """A model as the libraries take it: its content, or the name of its file."""
+    """A model in the form that libraries accept: its content, or the name of its file."""
     return model if isinstance(model, bytes) else str(model)
 
 
 def weights_of(file: Path | bytes) -> int:
-    """Bytes of a model: its graph, which is nearly all weights, and the file of shared weights beside it where there is
-    one, which may hold weights of other graphs, too."""
+    """Bytes of a model: its graph, which is nearly all weights, and the file of shared weights next to it, if there is
+    one, which may contain weights of other graphs, too."""
     if isinstance(file, bytes):
         return len(file)
     shelf = file.with_name(WEIGHTS)
@@ -216,7 +216,7 @@ def host_value(array: Array) -> Any:
 
 
 def copied(value: Any) -> Array:
-    """An OrtValue on the host as an array with memory of its own."""
+    """An OrtValue on the host as an array with its own memory."""
     if value.element_type() != BFLOAT16_ONNX:
         result: Array = value.numpy()
         return result

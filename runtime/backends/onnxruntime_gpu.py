@@ -1,4 +1,4 @@
-"""ONNX Runtime on a GPU: its CUDA and its TensorRT provider, on device memory through I/O binding."""
+"""ONNX Runtime on a GPU: its CUDA and TensorRT providers, on device memory through I/O binding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
 GRAPHS_KEPT = 16
-"""Combinations of shapes that get a CUDA graph. ONNX Runtime cannot free a graph, so later shapes run without."""
+"""Number of combinations of shapes that get a CUDA graph. ONNX Runtime cannot free a graph, so later shapes run
+without."""
 
 NO_GRAPH = "-1"
 """The `gpu_graph_id` of a run that is neither captured nor replayed."""
@@ -43,12 +44,12 @@ NO_GRAPH = "-1"
 class OnnxRuntimeGpu:
     """The bundle's ONNX Runtime model on CUDA, or its TensorRT model under ONNX Runtime's TensorRT provider.
 
-    One run is enqueued at a time, on a stream of the session's own that waits for the caller's.
+    One run is enqueued at a time, on the session's own stream, which waits for the caller's.
 
     Args:
-        bundle: whose model to load.
+        bundle: the bundle whose model to load.
         backend: `onnxruntime-cuda` or `onnxruntime-tensorrt`.
-        options: of the session.
+        options: options of the session.
 
     Raises:
         UnavailableError: ONNX Runtime could not start the provider.
@@ -69,9 +70,9 @@ class OnnxRuntimeGpu:
         self._static: dict[tuple[tuple[int, ...], ...], _Static] = {}
         file = model_of(bundle, backend)
         self._weights = weights_of(bundle.file(file))
-        ort.preload_dlls()  # the CUDA libraries of torch's or NVIDIA's wheels, where such are installed
+        ort.preload_dlls()  # the CUDA libraries of torch's or NVIDIA's wheels, if installed
         with self.gpu.current(), bundle.steady(), refusals(f"{bundle.path / file}"):
-            # a stream of its own: while ONNX Runtime captures a graph on it, nothing else may use it
+            # a separate stream: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
             providers = provider_options(bundle, backend, options, int(self._stream.handle))
             self._session: Any = ort.InferenceSession(
@@ -81,7 +82,7 @@ class OnnxRuntimeGpu:
             )
         if PROVIDERS[backend] not in self._session.get_providers():
             raise UnavailableError(
-                f"ONNX Runtime could not start its {PROVIDERS[backend]}; its log says which library it misses"
+                f"ONNX Runtime could not start its {PROVIDERS[backend]}; its log says which library is missing"
             )
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
@@ -100,15 +101,15 @@ class OnnxRuntimeGpu:
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
-        own = self._stream
+        run_on = self._stream
         with self._lock:
-            own.wait(stream)
+            run_on.wait(stream)
             static = self._static_of(shapes) if self._graphs else None
             if static is None:
                 self._run(feeds, results)
             else:
                 self._replays.submit(self._replay, static, feeds, results).result()
-            event = own.record()
+            event = run_on.record()
         stream.wait(event)
         return event
 
@@ -116,7 +117,7 @@ class OnnxRuntimeGpu:
         for spec, shape in zip(self._outputs, shapes.outputs, strict=True):
             if shape is None:
                 raise UnavailableError(
-                    f"the inputs' sizes do not decide the shape of output {spec.name!r} ({spec.text()}), which "
+                    f"the inputs' sizes do not determine the shape of output {spec.name!r} ({spec.text()}), which "
                     f"{self.name} needs; load the bundle on onnxruntime-cpu"
                 )
         return [shape for shape in shapes.outputs if shape is not None]
@@ -148,7 +149,7 @@ class OnnxRuntimeGpu:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         try:
             self._session.run_with_iobinding(binding, options)
-        except Exception as error:  # ONNX Runtime's own have no class in common
+        except Exception as error:  # ONNX Runtime's errors have no class in common
             raise self.gpu.failure(f"{self.name}: {error}") from error
 
     def _run(self, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
@@ -157,9 +158,9 @@ class OnnxRuntimeGpu:
             if isinstance(feed, np.ndarray):
                 bind_host_input(binding, spec.name, feed)
             else:
-                binding.bind_input(spec.name, *self._place(spec, feed.shape, feed.ptr))
+                binding.bind_input(spec.name, *self._location(spec, feed.shape, feed.ptr))
         for spec, view in zip(self._outputs, results, strict=True):
-            binding.bind_output(spec.name, *self._place(spec, view.shape, view.ptr))
+            binding.bind_output(spec.name, *self._location(spec, view.shape, view.ptr))
         self._execute(binding, NO_GRAPH, wait=False)
 
     def _replay(self, static: _Static, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
@@ -175,8 +176,8 @@ class OnnxRuntimeGpu:
                 check(driver.cuMemcpyDtoDAsync(view.ptr, block.address, bytes_of(view), handle))
 
     def _static_of(self, shapes: Shapes) -> _Static | None:
-        """Memory at fixed addresses for these shapes, which a CUDA graph needs; None for shapes that come after
-        :data:`GRAPHS_KEPT` others."""
+        """Memory at fixed addresses for these shapes, which a CUDA graph needs; None for shapes that come after the
+        first :data:`GRAPHS_KEPT`."""
         if (known := self._static.get(shapes.inputs)) is not None:
             return known
         if len(self._static) >= GRAPHS_KEPT:
@@ -187,15 +188,15 @@ class OnnxRuntimeGpu:
             (self._inputs, shapes.inputs, binding.bind_input),
             (self._outputs, shapes.outputs, binding.bind_output),
         )
-        for held, (specs, sizes, bind) in zip(blocks, sides, strict=True):
+        for side, (specs, sizes, bind) in zip(blocks, sides, strict=True):
             for spec, shape in zip(specs, sizes, strict=True):
-                assert shape is not None  # output_shapes saw to that
-                held.append(self.gpu.allocate(prod(shape) * np.dtype(spec.dtype).itemsize))
-                bind(spec.name, *self._place(spec, shape, held[-1].address))
+                assert shape is not None  # checked by output_shapes
+                side.append(self.gpu.allocate(prod(shape) * np.dtype(spec.dtype).itemsize))
+                bind(spec.name, *self._location(spec, shape, side[-1].address))
         static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, *blocks)
         return static
 
-    def _place(self, spec: TensorSpec, shape: Sequence[int], address: int) -> tuple[Any, ...]:
+    def _location(self, spec: TensorSpec, shape: Sequence[int], address: int) -> tuple[Any, ...]:
         dtype = np.dtype(spec.dtype)
         return "cuda", self.gpu.ordinal, BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type, list(shape), address
 
@@ -205,7 +206,7 @@ class _Static(NamedTuple):
 
     Attributes:
         id: the graph's `gpu_graph_id`.
-        binding: ONNX Runtime's.
+        binding: ONNX Runtime's I/O binding.
         inputs, outputs: their memory.
     """
 
@@ -216,7 +217,7 @@ class _Static(NamedTuple):
 
 
 def model_of(bundle: Bundle, backend: str) -> str:
-    """The name of the model file that a provider runs: for ONNX Runtime's TensorRT provider, the one that TensorRT
+    """The name of the model file that a provider runs: for ONNX Runtime's TensorRT provider, the model that TensorRT
     parses."""
     targets = bundle.manifest.targets
     if backend == "onnxruntime-tensorrt":
@@ -230,7 +231,7 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
     Args:
         bundle: the bundle.
         backend: `onnxruntime-cuda` or `onnxruntime-tensorrt`.
-        options: of the session.
+        options: options of the session.
         stream: address of the CUDA stream to run on.
     """
     manifest = bundle.manifest
@@ -238,7 +239,7 @@ def provider_options(bundle: Bundle, backend: str, options: Options, stream: int
     cuda = {
         "device_id": str(options.device),
         "user_compute_stream": str(stream),
-        # TF32 is ONNX Runtime's default on CUDA, so fp32 must say no.
+        # TF32 is ONNX Runtime's default on CUDA, so fp32 must disable it.
         "use_tf32": "1" if manifest.precision == "tf32" else "0",
         "enable_cuda_graph": graphs if backend == "onnxruntime-cuda" else "0",
     }

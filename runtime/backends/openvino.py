@@ -1,10 +1,10 @@
-"""OpenVINO on the CPU: the bundle's canonical graph, or its graph with attention in blocks or with queries and
-keys in int8, at the bundle's own precision.
+"""OpenVINO on the CPU: the bundle's canonical graph, or its own graph with attention in blocks or with queries and keys
+in int8, at the bundle's precision.
 
-This backend uses a processor's units for bf16 (AMX, AVX512-BF16); ONNX Runtime's CPU kernels compute 16-bit bundles in
-fp32. So does this backend with fp16: OpenVINO's own, on a processor with AVX512-FP16, erred by 4 to 40% in models whose
-masks leave queries without keys, and what became of that cause has not been measured on such a processor. By default
-OpenVINO would compute fp32 models in 16 bits as well; it is told not to.
+This backend uses a processor's bf16 units (AMX, AVX512-BF16); ONNX Runtime's CPU kernels compute 16-bit bundles in
+fp32. So does this backend with fp16: OpenVINO's fp16, on a processor with AVX512-FP16, had errors of 4 to 40% in models
+whose masks leave rows fully masked, and whether that cause persists has not been measured on such a processor. By
+default OpenVINO would compute fp32 models in 16 bits as well; that is disabled here.
 """
 
 from __future__ import annotations
@@ -36,50 +36,49 @@ Shape = tuple[tuple[int, ...], ...]
 """The shapes of all inputs."""
 
 CAPABILITIES = {"bf16": ("BF16", "bf16")}
-"""By precision, OpenVINO's names for a processor's 16-bit arithmetic and for the hint that asks for it: those in which
-its results keep the budget."""
+"""OpenVINO's names for a processor's 16-bit arithmetic and for the hint that requests it, by precision: those with
+which its results meet the budget."""
 
 WIDE = ("int64", "uint32", "uint64")
-"""Whole numbers that OpenVINO computes in 32 bits with a sign, without a word."""
+"""Integers that OpenVINO computes as signed 32-bit without warning."""
 
 SPECIALIZED, SPECIALIZED_BYTES = 8, 2**28
-"""How many combinations of input shapes get a compiled model of their own, and how many bytes of weights these models
-hold at most (the first is compiled whatever it holds). Fixed shapes save a tenth of the time where attention is most of
-it."""
+"""Maximum number of combinations of input shapes that get their own compiled model, and maximum bytes of weights
+of these models (the first is always compiled). Fixed shapes save a tenth of the time if attention is most of it."""
 
 WIDENED_BYTES = 2**26
-"""Bytes of weights up to which a graph's 16-bit weights are held in fp32, too, in each compiled model. Measured by
-hand, that made patch attention in bf16 8 to 11% faster and BERT-base's size 4 to 7%, at twice the memory."""
+"""Bytes of weights up to which a graph's 16-bit weights are also stored in fp32, in each compiled model. In manual
+measurements this made patch attention in bf16 8 to 11% faster and BERT-base's size 4 to 7%, at twice the memory."""
 
 KERNELS_OF_STEPS = 64
-"""How many kernels, each for certain shapes, OpenVINO keeps of a step, whose shapes differ for every number of filled
-places. It would keep 5,000: a Llama of 100 million parameters held 3.4 GiB more after 1,000 steps. With 64, 0.2 GiB and
-the same time a token; with 32 that took a sixth longer, and with none half as long again."""
+"""Number of kernels, each for certain shapes, that OpenVINO keeps for a step, whose shapes differ for every number of
+filled slots. It would keep 5,000: a Llama of 100 million parameters used 3.4 GiB more after 1,000 steps. With 64 it
+used 0.2 GiB more, at the same time per token; with 32 that took a sixth longer, and with none half as long again."""
 
 
 def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
-    """The bundle's graph for OpenVINO on the CPU, or the canonical one where there is none."""
+    """The bundle's graph for OpenVINO on the CPU, or the canonical graph if there is none."""
     with bundle.steady():
         return OpenVino(bundle.manifest, bundle.model(graph_of(bundle.manifest)), options)
 
 
 def graph_of(manifest: Manifest) -> str:
-    """The file that OpenVINO runs of a bundle."""
+    """The file of a bundle that OpenVINO runs."""
     record = manifest.targets.get(OPENVINO)
     return CANONICAL if record is None else record.model
 
 
 class OpenVino:
-    """A graph, compiled by OpenVINO. Any number of threads may call it; it runs one call after another, each
-    on all its own threads.
+    """A graph compiled by OpenVINO. Any number of threads may call it; it runs one call after another, each on all its
+    threads.
 
-    The model is compiled once for all sizes that the bundle takes, and once more for each of the first combinations of
-    shapes that come a second time.
+    The model is compiled once for all sizes that the bundle supports, and once more for each of the first combinations
+    of shapes that occur a second time.
 
     Args:
-        manifest: of the bundle.
-        file: the graph, or its content.
-        options: of the session.
+        manifest: the bundle's manifest.
+        file: the graph's file, or its content.
+        options: options of the session.
 
     Raises:
         UnavailableError: OpenVINO refuses the graph.
@@ -102,7 +101,7 @@ class OpenVino:
         }
         if manifest.decoding is not None:
             self._properties["CPU_RUNTIME_CACHE_CAPACITY"] = KERNELS_OF_STEPS
-        has_quota = cpu_quota() < (os.cpu_count() or 1)  # OpenVINO knows affinities, and no quotas
+        has_quota = cpu_quota() < (os.cpu_count() or 1)  # OpenVINO respects affinities, but not quotas
         if threads := options.threads or (processors() if has_quota else None):
             self._properties["INFERENCE_NUM_THREADS"] = threads
         self._results = HostOutputs()
@@ -115,7 +114,7 @@ class OpenVino:
         try:
             self._model, self._general = self._opened(file, manifest)
         except RuntimeError as error:
-            raise UnavailableError(f"OpenVINO does not take this model: {first_line(error)}") from error
+            raise UnavailableError(f"OpenVINO cannot compile this model: {first_line(error)}") from error
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         is_fixed = not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims)
         if is_fixed or manifest.decoding is not None:  # steps are bound to the model for all shapes
@@ -124,11 +123,11 @@ class OpenVino:
             self._run_once(self._general)
 
     def _check_integers(self, arrays: Sequence[Array]) -> None:
-        """Check that whole numbers fit into the 32 bits in which OpenVINO computes all of them; indices into a table
-        are checked already.
+        """Check that integers fit into the 32 bits in which OpenVINO computes all of them; indices into a table are
+        checked already.
 
         Raises:
-            InputError: one does not.
+            InputError: one does not fit.
         """
         for spec, array in zip(self._inputs, arrays, strict=True):
             if spec.dtype in WIDE and spec.index is None and array.size:
@@ -151,7 +150,7 @@ class OpenVino:
         return compiled.run(arrays, targets)
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
-        """A run from some arrays to others, as :class:`~attnforge.runtime.decoding.decoder.Stepping` has it."""
+        """Bind a run from some arrays to others, see :class:`~attnforge.runtime.decoding.decoder.Stepping`."""
         assert self._decoding is not None
         caches = {name: cache for name, cache in outputs.items() if name.endswith(NEXT)}
         count, past = inputs[self._decoding.tokens].shape[1], inputs[self._decoding.past]
@@ -193,32 +192,32 @@ class OpenVino:
             self._general = self._model = None
 
     def _opened(self, file: Path | bytes, manifest: Manifest) -> tuple[Any, _Compiled]:
-        """The model, rewritten where OpenVINO accepts that, and the model as compiled."""
+        """The model, rewritten if OpenVINO accepts that, and the compiled model."""
         model = self._read(file)
         self._weights = _weights_of(model)
-        if manifest.mixed is None:  # a bundle that chose its precisions keeps every type as it is
+        if manifest.mixed is None:  # a bundle that chose its precisions keeps every type unchanged
             try:
                 scores = manifest.quantised is not None and bool(manifest.quantised.scores)
                 model = prepared(model, self._weights <= WIDENED_BYTES, scores)
                 return model, self._compile(model)
-            except RuntimeError:  # as it was written, the graph is as right and only slower
+            except RuntimeError:  # the original graph is as right, only slower
                 log.warning(
-                    "OpenVINO does not take %s rewritten; it is tried as it is written", manifest.name, exc_info=True
+                    "OpenVINO does not accept %s rewritten; the original graph is used", manifest.name, exc_info=True
                 )
                 model = self._read(file)
         return model, self._compile(model)
 
     def _read(self, file: Path | bytes) -> Any:
-        """The graph; of a step, the one that hands out new rows of caches."""
+        """The graph; for a step, one that returns only the new rows of caches."""
         if self._decoding is None:
             return self._core.read_model(given(file))
         return read_step(self._openvino.Core(), given(file))
 
     def _run_once(self, compiled: _Compiled) -> None:
-        """Run the model for all shapes on two of everything that may be two.
+        """Run the model for all shapes with every dim that may be two set to two.
 
-        Where the first run of a compiled model has one query and one key, OpenVINO 2026.4's kernel of attention without
-        a mask is wrong by factors in later runs of more.
+        If the first run of a compiled model has one query and one key, OpenVINO 2026.4's kernel of attention without a
+        mask is wrong by factors in later runs with more.
         """
         arrays = []
         for spec in self._inputs:
@@ -226,11 +225,11 @@ class OpenVino:
             arrays.append(np.full(shape, spec.low or 1, spec.dtype))
         try:
             compiled.run(arrays, [None] * len(self._outputs))
-        except RuntimeError:  # at other sizes it may run
-            log.warning("OpenVINO does not run two of everything", exc_info=True)
+        except RuntimeError:  # it may run at other sizes
+            log.warning("OpenVINO cannot run the model with every dim set to two", exc_info=True)
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:
-        """The model that is compiled for these shapes, else the one for all shapes; None where the session is
+        """The model that is compiled for these shapes, or else the one for all shapes; None if the session is
         closed."""
         with self._lock:
             general = self._general
@@ -243,11 +242,11 @@ class OpenVino:
                 return general
             self._special[key] = None
             model = self._model.clone()
-        try:  # without the lock, so that calls with other shapes go on
+        try:  # without the lock, so that calls with other shapes continue
             model.reshape({spec.name: list(shape) for spec, shape in zip(self._inputs, key, strict=True)})
             special = self._compile(model)
-        except RuntimeError:  # the model for all shapes serves these, too
-            log.warning("OpenVINO does not compile for %s alone", key, exc_info=True)
+        except RuntimeError:  # the model for all shapes is used for these, too
+            log.warning("OpenVINO cannot compile the model for %s alone", key, exc_info=True)
             special = general
         with self._lock:
             if self._general is not None:
@@ -272,11 +271,11 @@ class _Compiled:
 
     @property
     def made(self) -> int:
-        """How many requests there are."""
+        """Number of requests."""
         return self._requests.made
 
     def run(self, arrays: Sequence[Array], targets: Sequence[Array | None]) -> list[Array]:
-        # OpenVINO refuses memory that it could not write to, and holds no array whose memory it reads: this list does
+        # OpenVINO refuses memory that is not writable, and keeps no reference to an array that it reads: this list does
         arrays = [array if array.flags.writeable else array.copy() for array in arrays]
         with self._requests.borrow() as request:
             for name, array in zip(self._inputs, arrays, strict=True):
@@ -291,7 +290,7 @@ class _Compiled:
             ]
 
     def bound(self, arrays: Mapping[str, Array]) -> Callable[[], object]:
-        """A run from and to arrays, in a request of its own."""
+        """Bind a run from and to arrays, in a separate request."""
         request = self._new_request()
         for name, array in arrays.items():
             request.set_tensor(name, self._tensor(array))
@@ -306,7 +305,7 @@ class _Compiled:
 
 
 def _two(dim: DimSpec) -> int:
-    """The size of a dynamic dim whose symbol is two, or as near to that as it may be."""
+    """The size of a dynamic dim whose symbol is two, or the nearest allowed size."""
     least, most = (dim.factor if end is None else end for end in (dim.min, dim.max))
     return min(max(2 * dim.factor, least), most)
 
@@ -324,8 +323,8 @@ def _weights_of(model: Any) -> int:
 
 
 def _precision(core: Any, manifest: Manifest) -> str:
-    """The type that OpenVINO is to compute in: the bundle's 16-bit type where it is among `CAPABILITIES` and the
-    processor has it, else fp32, which is never less exact. For a bundle that chose its precisions it is fp32, because
+    """The type that OpenVINO should compute in: the bundle's 16-bit type if it is in `CAPABILITIES` and the processor
+    has it, otherwise fp32, which is never less exact. For a bundle that chose its precisions it is fp32, because
     OpenVINO would make all of it 16-bit."""
     if manifest.mixed is not None or manifest.precision not in CAPABILITIES:
         return "f32"

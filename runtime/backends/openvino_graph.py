@@ -1,6 +1,6 @@
 """A canonical graph rewritten for OpenVINO: the same function, in the form that OpenVINO's CPU plugin runs fastest.
 
-The rewriting gains most in bf16, where a processor has AMX. The benchmark's `openvino-static` runs without it.
+The rewriting gains most in bf16, on a processor with AMX. The benchmark's `openvino-static` runs without it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
     outputs.
 
     Args:
-        model: an `openvino.Model`, which is altered and must not be used any more.
-        widen: whether to make 16-bit types fp32 (:func:`widened`), which needs memory for the weights in both.
-        scores: whether queries and keys are rounded for speed, which a processor that saturates does not gain by.
+        model: an `openvino.Model`, which is modified and must not be used any more.
+        widen: whether to convert 16-bit types to fp32 (:func:`widened`), which needs memory for the weights in both.
+        scores: whether queries and keys are rounded for speed, which is no gain on a processor that saturates.
     """
     rows_first(model)
     if this_machine(gpus=False).saturates:
@@ -38,8 +38,8 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
 
 
 def rows_first(model: Any) -> None:
-    """Look rows of tables in 8 bits up before they are dequantised, which OpenVINO would do to the whole table on every
-    call."""
+    """Look up rows of 8-bit tables before they are dequantised; otherwise OpenVINO would dequantise the whole table on
+    every call."""
     from openvino import opset13 as ops
 
     for node in model.get_ordered_ops():
@@ -60,7 +60,7 @@ def rows_first(model: Any) -> None:
 
 
 def weights_in_fp32(model: Any) -> None:
-    """Dequantise weights of 8 bits, so that OpenVINO multiplies in fp32 what its integer products would saturate."""
+    """Dequantise 8-bit weights, so that OpenVINO multiplies in fp32 what its integer products would saturate."""
     from openvino import opset13 as ops
 
     for node in model.get_ordered_ops():
@@ -79,7 +79,7 @@ def weights_in_fp32(model: Any) -> None:
 
 
 def scores_in_fp32(model: Any) -> None:
-    """Take the Q/DQ of 8 bits from queries and keys, for the same reason."""
+    """Remove the 8-bit Q/DQ of queries and keys, for the same reason."""
     for node in model.get_ordered_ops():
         if node.get_type_name() == "ScaledDotProductAttention":
             for i in range(2):
@@ -88,7 +88,7 @@ def scores_in_fp32(model: Any) -> None:
 
 
 def _before_rounding(restored: Any) -> Any | None:
-    """What is rounded to int8 by one scale to become an output; None where it is not."""
+    """The tensor that is rounded to int8 with one scale to give an output; None if it is not."""
     scaled = restored.get_node()
     if scaled.get_type_name() != "Multiply" or (scale := _value(scaled.input_value(1))) is None:
         return None
@@ -101,10 +101,10 @@ def _before_rounding(restored: Any) -> Any | None:
 
 
 def heads_first(model: Any) -> None:
-    """Add a missing batch dim before heads and tokens change places, and take it out after they have changed back.
+    """Add a missing batch dim before heads and tokens are transposed, and remove it after they are transposed back.
 
-    OpenVINO compiles a transpose into the attention before or behind it. With a dim put in or taken out between the
-    two, the transpose is a pass over memory of its own.
+    OpenVINO fuses a transpose into the attention before or after it. If a dim is added or removed between the two, the
+    transpose is a separate pass over memory.
     """
     from openvino import opset13 as ops
 
@@ -122,18 +122,18 @@ def heads_first(model: Any) -> None:
 
 
 def zeros_without_keys(model: Any) -> None:
-    """Give zeros to a query that its mask leaves no key, and to no other.
+    """Give zeros in fully masked rows, and only there.
 
-    OpenVINO reads Attention as products whose NaN become zeros. In 16 bits its softmax over nothing is no NaN, and a
-    NaN of the model's input would be lost.
+    OpenVINO reads Attention as products whose NaN become zeros. In 16 bits its softmax over nothing is not NaN, and a
+    NaN in the model's input would be lost.
     """
     from openvino import opset13 as ops
 
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Select":
             continue
-        found, attention = (node.input_value(i).get_node() for i in (0, 2))
-        if found.get_type_name() != "IsNaN" or attention.get_type_name() != "ScaledDotProductAttention":
+        test, attention = (node.input_value(i).get_node() for i in (0, 2))
+        if test.get_type_name() != "IsNaN" or attention.get_type_name() != "ScaledDotProductAttention":
             continue
         if attention.get_attributes().get("causal") or attention.get_input_size() < 4:
             continue
@@ -144,32 +144,32 @@ def zeros_without_keys(model: Any) -> None:
 
 
 def as_products(model: Any) -> None:
-    """Write attention out as products and a softmax, which OpenVINO compiles into one kernel with the transposes before
-    and behind it. Causal attention, and attention whose scale is not known, stays one operator."""
+    """Decompose attention into products and a softmax, which OpenVINO compiles into one kernel with the transposes
+    before and after it. Causal attention, and attention whose scale is not known, stays one operator."""
     from openvino import opset13 as ops
 
     for node in model.get_ordered_ops():
         if node.get_type_name() != "ScaledDotProductAttention" or node.get_attributes().get("causal"):
             continue
-        query, key, value, *others = (node.input_value(i) for i in range(node.get_input_size()))
-        scale = _scale(query, others)
-        if scale is None or len(others) > 2:
+        query, key, value, *rest = (node.input_value(i) for i in range(node.get_input_size()))
+        scale = _scale(query, rest)
+        if scale is None or len(rest) > 2:
             continue
         kind = _kind(query)
         scores = ops.multiply(ops.matmul(query, key, False, True), _constant(scale, kind))
-        if others and _value(others[0]) != 0:
-            if _kind(others[0]) == "boolean":
-                scores = ops.select(others[0], scores, _constant(-math.inf, kind))
+        if rest and _value(rest[0]) != 0:
+            if _kind(rest[0]) == "boolean":
+                scores = ops.select(rest[0], scores, _constant(-math.inf, kind))
             else:
-                scores = ops.add(scores, others[0])
+                scores = ops.add(scores, rest[0])
         _replace(node, ops.matmul(ops.softmax(scores, -1), value, False, False))
 
 
 def widened(model: Any) -> Any:
-    """The model with every 16-bit number in fp32, except its inputs and outputs.
+    """The model with all 16-bit tensors converted to fp32, except its inputs and outputs.
 
-    OpenVINO computes in the type of its INFERENCE_PRECISION_HINT. 16-bit types in the graph make it round numbers that
-    a kernel has in registers, too, which takes time and loses precision.
+    OpenVINO computes in the type of its INFERENCE_PRECISION_HINT. 16-bit types in the graph make it also round numbers
+    that a kernel keeps in registers, which takes time and loses precision.
     """
     import openvino
     from openvino import opset13 as ops
@@ -211,30 +211,30 @@ def _ints(values: list[int]) -> Array:
 
 
 def _numbers(node: Any) -> list[int]:
-    """The numbers of a node's second input where that is a constant, else none."""
+    """The numbers of a node's second input if it is a constant, otherwise an empty list."""
     second = node.input_value(1).get_node() if node.get_input_size() > 1 else None
     return second.get_data().reshape(-1).tolist() if second and second.get_type_name() == "Constant" else []
 
 
 def _order(node: Any) -> list[int]:
-    """The order of dims of a transpose; none of another node."""
+    """The order of dims of a transpose; empty for any other node."""
     return _numbers(node) if node.get_type_name() == "Transpose" else []
 
 
 def _under_batch(order: list[int]) -> Array:
-    """The same order for dims that come behind a first one, which stays first."""
+    """The same order for dims that follow a first one, which stays first."""
     return _ints([0, *(1 + i for i in order)])
 
 
 def _constant(value: float, kind: str) -> Any:
-    """A number of a type; OpenVINO makes no infinite constant of 16 bits, but converts one."""
+    """A number of a type; OpenVINO cannot create an infinite 16-bit constant, but can convert one."""
     from openvino import opset13 as ops
 
     return ops.convert(ops.constant(np.float32(value)), kind)
 
 
 def _value(output: Any) -> float | None:
-    """The number that an output always is, or None."""
+    """The constant that an output is, or None."""
     node = output.get_node()
     while node.get_type_name() in ("Convert", "ConvertLike"):
         node = node.input_value(0).get_node()
@@ -243,8 +243,8 @@ def _value(output: Any) -> float | None:
     return float(node.get_data())
 
 
-def _scale(query: Any, others: list[Any]) -> float | None:
-    if len(others) > 1:
-        return _value(others[1])
+def _scale(query: Any, rest: list[Any]) -> float | None:
+    if len(rest) > 1:
+        return _value(rest[1])
     width = query.get_partial_shape()[-1]
     return float(width.get_length() ** -0.5) if width.is_static else None

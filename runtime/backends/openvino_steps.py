@@ -1,7 +1,7 @@
-"""A decoder's step for OpenVINO, which knows no TensorScatter and no Attention of grouped heads on four dims.
+"""A decoder step for OpenVINO, which supports neither TensorScatter nor Attention of grouped heads on four dims.
 
-OpenVINO copies an output of a graph that is its input as well, which for caches is all of their places at every step.
-So the step that it runs hands out the new rows alone, and the caches are written to on the host.
+OpenVINO copies an output of a graph that is its input as well, which for caches means all of their slots at every step.
+So the step that it runs returns only the new rows, and the caches are written on the host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from attnforge.bundle import NEXT
 
 
 def read_step(core: Any, model: Any) -> Any:
-    """A step, whose outputs with caches are the new rows alone, `(batch, heads, tokens, size)`.
+    """A step that returns only the new rows of caches, `(batch, heads, tokens, size)`.
 
     Args:
-        core: an `openvino.Core`, which reads no other model.
+        core: an `openvino.Core` that reads no other model.
         model: the canonical graph: a file, or its content.
     """
     from openvino.frontend.onnx import ConversionExtension
@@ -41,16 +41,16 @@ def read_step(core: Any, model: Any) -> Any:
 
 
 def write_rows(caches: Mapping[str, Array], rows: Mapping[str, Array], past: Array) -> None:
-    """Write new rows, `(batch, heads, tokens, size)`, into caches, `(batch, heads, places, size)`, behind as many as
-    each sample has."""
+    """Write new rows, `(batch, heads, tokens, size)`, into caches, `(batch, heads, capacity, size)`, after the tokens
+    that each sample has."""
     for name, cache in caches.items():
         for of_sample, new, first in zip(cache, rows[name], past.tolist(), strict=True):
             of_sample[:, first : first + new.shape[1]] = new
 
 
 class _Step:
-    """Writes the two operators. Attention reads the places of the cache that come before any sample's last one, and
-    behind them the new rows, of whose order it knows nothing: what a mask says of their places goes with them."""
+    """Converts the two operators. Attention reads the slots of the cache up to any sample's last token, followed by the
+    new rows, without knowing their order: the mask of their positions is rearranged with them."""
 
     def __init__(self) -> None:
         from openvino import opset15
@@ -61,7 +61,7 @@ class _Step:
         self._new: Any = None
 
     def scattered(self, node: Any) -> Any:
-        """The filled part of a cache `(batch, heads, places, size)`, and behind it new rows."""
+        """The filled part of a cache `(batch, heads, capacity, size)`, followed by the new rows."""
         ops = self._ops
         cache, new, past = (node.get_input(i) for i in range(3))
         rows = ops.range(_ints(0), ops.gather(ops.shape_of(new, "i64"), _ints(2), _ints(0)), _ints(1), "i64")
@@ -71,15 +71,15 @@ class _Step:
         return ops.concat([filled, new], 2).outputs()
 
     def _seen(self, mask: Any) -> Any:
-        """A mask over all places `(batch, heads, tokens, places)` as one over the filled part and the new rows."""
+        """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows."""
         ops = self._ops
         filled = ops.slice(mask, _ints([0]), self._most, _ints([1]), _ints([3]))
-        places = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")
-        own = ops.less(places, ops.unsqueeze(self._past, _ints([1, 2, 3])))  # behind are rows of a time before
+        slots = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")
+        past = ops.less(slots, ops.unsqueeze(self._past, _ints([1, 2, 3])))  # later slots have outdated rows
         if _is_boolean(mask):
-            filled = ops.logical_and(filled, own)
+            filled = ops.logical_and(filled, past)
         else:
-            filled = ops.select(own, filled, ops.convert_like(ops.constant(-np.inf, np.float32), mask))
+            filled = ops.select(past, filled, ops.convert_like(ops.constant(-np.inf, np.float32), mask))
         return ops.concat([filled, ops.gather(mask, self._new, _ints(3), 1)], 3)
 
     def attended(self, node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The registry of backends: one row each, with what this machine and a bundle need to run it, and how it is opened.
+"""The registry of backends: one row each, with what it needs of this machine and of a bundle, and how it is opened.
 
 A backend's own file is imported when the backend is opened, because most of them import libraries that need not be
 installed.
@@ -20,7 +20,7 @@ from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
 from attnforge.runtime.backends.whole_sequences import STEPPING, as_model
 from attnforge.runtime.options import Options
-from attnforge.runtime.plans import engine_for, is_vouched_for
+from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")
 
@@ -30,18 +30,18 @@ class Registered:
     """A backend, before it is opened.
 
     Attributes:
-        name: as users write it.
-        libraries: packages whose versions decide its speed and its results, as they are called when installed.
+        name: name of the backend as users write it.
+        libraries: distribution names of the packages whose versions affect its speed and results.
         on_gpu: whether it computes on a CUDA device.
-        why_not_here: by name, the reason why this machine cannot run it whatever the bundle, or None.
-        why_not_bundle: by bundle, name and number of the CUDA device, the reason why it cannot run the bundle here, or
-            None.
-        open: opens a bundle that `why_not_bundle` has nothing against.
-        certified: the entry of the bundle's certificate that counts what this backend compiled; None where the bundle
-            holds no such count.
-        uncertified: why the bundle holds no such count.
+        why_not_here: given the name, the reason why this machine cannot run it whatever the bundle, or None.
+        why_not_bundle: given a bundle, the name and the number of the CUDA device, the reason why it cannot run the
+            bundle here, or None.
+        open: opens a bundle for which `why_not_bundle` gives no reason.
+        certified: the entry of the bundle's certificate that counts what this backend compiled; None if the bundle has
+            no such count.
+        uncertified: why the bundle has no such count.
         has_target: whether a bundle is deployed for it by name. A backend without a target runs the canonical graph, or
-            one of its own; where it misses the budget, another backend may not.
+            a separate graph; if it misses the budget, another backend may still meet it.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Registered:
 def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
     """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
     if bundle.manifest.decoding is not None and backend not in STEPPING:
-        return f"steps of a decoder run on {', '.join(STEPPING)} so far; {backend} has no caches that stay in place"
+        return f"decoder steps run on {', '.join(STEPPING)} only; {backend} has no caches that are updated in place"
     return REGISTRY[backend].why_not_bundle(bundle, backend, device)
 
 
 def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None:
     """Why `backend` does not run `bundle` here for a caller who has not named it, or None.
 
-    Besides what :func:`why_unavailable` says: a plan may run code, so it is loaded unasked only where somebody vouches
-    for it.
+    In addition to what :func:`why_unavailable` says: a plan may run code, so without being named it is loaded only if
+    it is trusted.
     """
     if (reason := why_unavailable(bundle, backend, device)) is not None or backend not in FLAVOURS:
         return reason
     version = importlib.import_module(backend).__version__
     engine = engine_for(bundle.manifest.targets[backend].engines, version, compute_capability(device))
-    return engine if isinstance(engine, str) else None if is_vouched_for(bundle, engine) else STRANGERS.format(backend)
+    return engine if isinstance(engine, str) else None if is_trusted_plan(bundle, engine) else STRANGERS.format(backend)
 
 
 def why_not_here(backend: str) -> str | None:
@@ -81,7 +81,7 @@ def why_not_here(backend: str) -> str | None:
 
 
 def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
-    """Open a backend of `bundle` that :func:`why_unavailable` has nothing against.
+    """Open a backend of `bundle` for which :func:`why_unavailable` gives no reason.
 
     Raises:
         UnavailableError: its library refuses the bundle's model or plan after all.
@@ -94,13 +94,13 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
     """Open the first of `candidates` that runs here. Whether a plan can be loaded is known only once it is tried.
 
     Args:
-        bundle: to open.
-        candidates: backends, in the order of preference.
-        options: of the session.
-        named: whether the caller named them; else plans that nobody vouches for are passed over.
+        bundle: the bundle to open.
+        candidates: backends, in order of preference.
+        options: options of the session.
+        named: whether the caller named them; otherwise untrusted plans are skipped.
 
     Raises:
-        UnavailableError: none runs here; says why of each.
+        UnavailableError: none runs here; gives the reason for each.
     """
     reasons: dict[str, str] = {}
     for candidate in candidates:
@@ -113,18 +113,19 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
             except UnavailableError as error:
                 reason = str(error)
             else:
-                passed_over = "".join(f"; not {name}: {why}" for name, why in reasons.items())
-                log.info("%s runs on %s%s", bundle.manifest.name, candidate, passed_over)
+                skipped = "".join(f"; not {name}: {why}" for name, why in reasons.items())
+                log.info("%s runs on %s%s", bundle.manifest.name, candidate, skipped)
                 return backend
         reasons[candidate] = reason
     raise UnavailableError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
 def fused_by(certificate: Certificate, backend: str) -> int | str:
-    """How many attention sites `backend` runs as one kernel each, by the certificate; the reason where nobody counted.
+    """The number of attention sites that `backend` runs as one kernel each, by the certificate; or the reason why it is
+    not known.
 
-    A count holds for the backend that it was taken from and for no other: ONNX Runtime's is of the graph that its CPU
-    provider compiled, and says nothing about its CUDA or TensorRT provider.
+    A count is valid only for the backend that it was taken from: ONNX Runtime's is of the graph that its CPU provider
+    compiled, and says nothing about its CUDA or TensorRT provider.
     """
     row = REGISTRY[backend]
     if row.certified is None:
@@ -141,9 +142,9 @@ def libraries_of(backends: Sequence[str]) -> list[str]:
 
 STRANGERS = (
     "its plan was not built by this user, and plans can run code; if you trust who built it, name the backend {!r} or "
-    "the key that signed the bundle (trusted=…, ATTNFORGE_TRUSTED), else build a plan of your own with rebuild=True"
+    "the key that signed the bundle (trusted=…, ATTNFORGE_TRUSTED), otherwise build your own plan with rebuild=True"
 )
-NO_DEVICE = "no CUDA device: {} plans are built and inspected without one, and run only on an NVIDIA GPU"
+NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
 
 
 def _nothing(backend: str) -> str | None:
@@ -174,14 +175,14 @@ def _no_provider(backend: str) -> str | None:
 def _no_tensorrt_provider(backend: str) -> str | None:
     if (reason := _no_provider(backend)) is not None:
         return reason
-    if not _holds_nvinfer():
-        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is not here; pip install 'tensorrt<11'"
+    if not _has_nvinfer():
+        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is missing; pip install 'tensorrt<11'"
     return None
 
 
 @functools.cache
-def _holds_nvinfer() -> bool:
-    """Whether the TensorRT that ONNX Runtime is built for can be loaded; tensorrt's wheel brings it along."""
+def _has_nvinfer() -> bool:
+    """Whether the TensorRT that ONNX Runtime is built for can be loaded; tensorrt's wheel includes it."""
     with suppress(ImportError):
         importlib.import_module("tensorrt")
     try:
@@ -198,17 +199,17 @@ def _no_openvino(backend: str) -> str | None:
 
         openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
     except (ImportError, RuntimeError) as error:
-        return f"openvino is not installed, or finds no CPU that it knows ({error}); pip install attnforge[openvino]"
+        return f"openvino is not installed, or finds no supported CPU ({error}); pip install attnforge[openvino]"
     return None
 
 
-# --- what a bundle lacks ----------------------------------------------------------------------------------------------
+# --- availability of a bundle's backends ------------------------------------------------------------------------------
 
 
 def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
     if backend not in bundle.manifest.targets:
         skipped = bundle.manifest.skipped.get(backend, f"deploy it again with --target {backend}")
-        return f"the bundle holds no plan for {backend}: {skipped}"
+        return f"the bundle has no plan for {backend}: {skipped}"
     if (reason := _no_package(backend)) is not None:
         return reason
     version = importlib.import_module(backend).__version__
@@ -241,7 +242,7 @@ def _no_tensorrt_model(bundle: Bundle, backend: str, device: int) -> str | None:
 
 
 def _no_library(bundle: Bundle, backend: str, device: int) -> str | None:
-    return why_not_here(backend)  # every bundle holds the canonical graph
+    return why_not_here(backend)  # every bundle contains the canonical graph
 
 
 # --- how each is opened -----------------------------------------------------------------------------------------------
@@ -284,22 +285,22 @@ REGISTRY = {
         ),
         Registered(
             "onnxruntime-tensorrt", (*ORT, "tensorrt"), True, _no_tensorrt_provider, _no_tensorrt_model,
-            _onnxruntime_gpu, uncertified="its provider compiles when a session first runs, so nobody counted",
+            _onnxruntime_gpu, uncertified="its provider compiles when a session first runs, so nothing was counted",
         ),
         Registered(
             "onnxruntime-cuda", ORT, True, _no_provider, _no_onnxruntime_model, _onnxruntime_gpu,
-            uncertified="ONNX Runtime's fused sites were counted on the CPU; nobody counted its CUDA provider's",
+            uncertified="ONNX Runtime's fused sites were counted on the CPU, not for its CUDA provider",
         ),
         Registered(
             "onnxruntime-cpu", ORT, False, _nothing, _no_onnxruntime_model, _onnxruntime, certified="onnxruntime"
         ),
         Registered(
             "openvino", ("openvino",), False, _no_openvino, _no_library, _openvino, has_target=False,
-            uncertified="it does not say what it fuses",
+            uncertified="it does not report what it fuses",
         ),
     )
 }  # fmt: skip
-"""Every backend by name, in the order that `auto` likes them where nothing was measured."""
+"""Every backend by name, in the order in which `auto` prefers them if nothing was measured."""
 
 BACKENDS = tuple(REGISTRY)
 ON_GPU = tuple(name for name, row in REGISTRY.items() if row.on_gpu)

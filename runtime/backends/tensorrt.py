@@ -1,12 +1,12 @@
 """TensorRT and TensorRT-RTX: one backend for both.
 
 A call borrows a lane: activation memory, a stream, staging memory for NumPy arrays, an execution context for shapes
-that come once, and captured CUDA graphs. A context from which a graph was captured must not be touched again (NVIDIA's
-TensorRT Developer Guide, "CUDA Graphs"), so every graph has a context of its own. A lane runs one call at a time, so
-all its contexts share its activation memory. The event that a lane records behind each call puts calls on several
-streams in order.
+that occur once, and captured CUDA graphs. A context from which a graph was captured must not be touched again (NVIDIA's
+TensorRT Developer Guide, "CUDA Graphs"), so every graph has its own context. A lane runs one call at a time, so
+all its contexts share its activation memory. The event that a lane records after each call orders calls on several
+streams.
 
-TensorRT-RTX alone (`_is_rtx`) has a runtime cache, checks a plan before it is loaded, and lets the caller decide when
+Only TensorRT-RTX (`_is_rtx`) has a runtime cache, checks a plan before it is loaded, and lets the caller decide when
 kernels are specialized for a shape.
 """
 
@@ -43,17 +43,17 @@ from attnforge.runtime.pool import Pool, Recent
 log = logging.getLogger("attnforge.tensorrt")
 
 GRAPHS_KEPT = 16
-"""CUDA graphs that a lane keeps; the graph used longest ago gives way."""
+"""Number of CUDA graphs that a lane keeps; the least recently used one is evicted."""
 
 CALLS_REMEMBERED = 1024
-"""Calls, by shapes and addresses, that a lane counts."""
+"""Number of calls, by shapes and addresses, that a lane counts."""
 
 CAPTURED_AT = {2 * 8**n for n in range(10)}
-"""Counts of a call at which its graph is captured: the second time, and where that graph has given way to others since,
-ever later times, because a capture costs more than many calls."""
+"""Counts of a call at which its graph is captured: the second time and, if that graph has been evicted since, at ever
+larger counts, because a capture costs more than many calls."""
 
 FAILURES = 3
-"""Captures that may fail; after that many, none is tried any more."""
+"""Number of captures that may fail before no more are attempted."""
 
 INVALID = {
     1: "it was built by another version",
@@ -61,18 +61,18 @@ INVALID = {
     4: "it needs a newer CUDA driver",
     8: "it needs a newer CUDA runtime",
     16: "the device has too little memory",
-    32: "the file is no plan, or cut short",
-    64: "CUDA failed while it was looked at",
+    32: "the file is not a plan, or is truncated",
+    64: "CUDA failed during the check",
 }
 """Bits of nvinfer1::EngineInvalidityDiagnostics."""
 
 
 class Call(NamedTuple):
-    """Everything that decides what is enqueued: two calls that are equal can share a CUDA graph.
+    """All arguments of the enqueued work: equal calls can share a CUDA graph.
 
     Attributes:
         profile: number of the optimization profile.
-        shapes: of the inputs, in order.
+        shapes: shapes of the inputs, in order.
         inputs: the inputs' addresses on the device.
         outputs: the outputs' addresses on the device.
         uploads: (to, from, bytes) of copies from pinned memory, before the run.
@@ -93,12 +93,12 @@ class TensorRT:
     """A plan on a GPU, run by any number of threads.
 
     Args:
-        bundle: whose plan for this GPU to load.
+        bundle: the bundle whose plan for this GPU to load.
         backend: `tensorrt` or `tensorrt_rtx`.
-        options: of the session.
+        options: options of the session.
 
     Raises:
-        UnavailableError: the bundle has no plan that this TensorRT loads on this GPU.
+        UnavailableError: the bundle has no plan that this TensorRT can load on this GPU.
         UsageError: there is no such CUDA device.
         DeviceError: CUDA failed.
     """
@@ -121,8 +121,8 @@ class TensorRT:
         self.captures_failed = 0
         self.gpu = Gpu(options.device)
         self.outputs = DeviceOutputs(self.gpu)
-        # TensorRT's own logger and a recorder of errors, because a logger in Python would be called for every message
-        # of every thread, and wait for the interpreter's lock each time
+        # TensorRT's own logger and an error recorder, because a Python logger would be called for every message of all
+        # threads, and wait for the GIL each time
         self.errors = _recorder(trt)
         self._logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
         self._shaping = threading.Lock()
@@ -167,8 +167,8 @@ class TensorRT:
             inferred = tuple(tuple(context.get_tensor_shape(name)) for name, _ in self.results)
         if any(size < 0 for shape in inferred for size in shape):
             raise UnavailableError(
-                f"{self.name} does not know the shape of every output before it runs; the values decide it, which this "
-                "runtime does not support: load the bundle on onnxruntime-cuda or onnxruntime-cpu"
+                f"{self.name} cannot infer the shape of every output before the run, because values determine it, "
+                "which this runtime does not support: load the bundle on onnxruntime-cuda or onnxruntime-cpu"
             )
         return inferred
 
@@ -195,14 +195,14 @@ class TensorRT:
                 runtime_config.set_runtime_cache(self._runtime_cache)
         context = self._engine.create_execution_context(runtime_config)
         if context is None:
-            raise self.failure("it gave no execution context")
+            raise self.failure("it created no execution context")
         context.error_recorder = self.errors
         if activations is not None:
             context.set_device_memory(activations.address, activations.size)
         return context
 
     def select(self, context: Any, profile: int, stream: Stream) -> None:
-        """Make `profile` the context's. Its shapes have to be set again after that."""
+        """Select `profile` for the context. Its shapes have to be set again after that."""
         if context.active_optimization_profile != profile and not context.set_optimization_profile_async(
             profile, int(stream.handle)
         ):
@@ -220,16 +220,16 @@ class TensorRT:
 
     @property
     def activation_size(self) -> int:
-        """Bytes of activation memory that a context runs in, at the largest sizes."""
+        """Bytes of activation memory of a context, at the largest sizes."""
         return int(self._engine.device_memory_size_v2)
 
     def capturable(self, context: Any, stream: Stream) -> bool:
         """Whether a run of the context can be captured in a CUDA graph."""
         return bool(context.is_stream_capturable(int(stream.handle))) if self._is_rtx else True
 
-    def failure(self, what: str) -> DeviceError:
-        """The error to raise where a call of TensorRT only says that it failed."""
-        return self.gpu.failure(f"{self.name}: {what}: {self.errors.last()}")
+    def failure(self, text: str) -> DeviceError:
+        """The error to raise when a TensorRT call only reports that it failed."""
+        return self.gpu.failure(f"{self.name}: {text}: {self.errors.last()}")
 
     # --- the rest
 
@@ -247,7 +247,7 @@ class TensorRT:
         )
 
     def close(self) -> None:
-        """Free everything; on a device that is lost nothing is left to free."""
+        """Free everything; if the device is lost, nothing is left to free."""
         with self.gpu.current() if self.gpu.lost is None else nullcontext():
             self._lanes.close(lambda lane: lane.close())
             self._save_cache()
@@ -255,24 +255,24 @@ class TensorRT:
             self._shaper = self._runtime_cache = self._engine = self._runtime = None
 
     def keep(self) -> None:
-        """Write the kernels that were compiled so far to disk, for the next start."""
+        """Write the kernels compiled so far to disk, for the next start."""
         with self.gpu.current():
             self._save_cache()
 
     def _deserialized(self, bundle: Bundle, record: Engine) -> Any:
         data = bundle.read(record.file)
-        how = f"build it again with load(…, {self.name!r}, rebuild=True)"
+        remedy = f"build it again with load(…, {self.name!r}, rebuild=True)"
         if self._is_rtx:
             validity, bits = self._runtime.get_engine_validity(data)
             if validity == self._trt.EngineValidity.INVALID:
                 reasons = "; ".join(invalid(int(bits))) or self.errors.last()
-                raise UnavailableError(f"{self.name} cannot load {bundle.path / record.file} here: {reasons}; {how}")
+                raise UnavailableError(f"{self.name} cannot load {bundle.path / record.file} here: {reasons}; {remedy}")
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             built_for = ", ".join(record.compute_capabilities)
             raise UnavailableError(
                 f"{self.name} cannot load {bundle.path / record.file} (built for {built_for}) on "
-                f"{device_name(self.gpu.ordinal)}: {self.errors.last()}; {how}"
+                f"{device_name(self.gpu.ordinal)}: {self.errors.last()}; {remedy}"
             )
         engine.error_recorder = self.errors
         return engine
@@ -281,7 +281,7 @@ class TensorRT:
         runtime_cache = self._engine.create_runtime_config().create_runtime_cache()
         self._kept = cache.read(self._cache_file)
         if self._kept and not runtime_cache.deserialize(self._kept):
-            log.info("%s is of another machine or version; kernels are compiled anew", self._cache_file)
+            log.info("%s is from another machine or version; kernels are compiled again", self._cache_file)
         return runtime_cache
 
     def _save_cache(self) -> None:
@@ -294,7 +294,7 @@ class TensorRT:
 
 
 class _Lane:
-    """Everything that one call at a time runs on."""
+    """The resources that one call at a time runs on."""
 
     def __init__(self, owner: TensorRT) -> None:
         gpu = self._gpu = owner.gpu
@@ -311,7 +311,7 @@ class _Lane:
         self.last_stream: int | None = None
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, expected: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Run on arrays of the host. The outputs are in pinned memory that the lane's next call overwrites."""
+        """Run on host arrays. The outputs are in pinned memory that the lane's next call overwrites."""
         uploads = [self._upload(name, array) for name, array in zip(self._owner.inputs, arrays, strict=True)]
         results, downloads = [], []
         for (name, dtype), shape in zip(self._owner.results, expected, strict=True):
@@ -336,11 +336,11 @@ class _Lane:
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
-        """Enqueue a run on `stream`, with outputs in the memory of `results`; the event is done when the run is."""
+        """Enqueue a run on `stream`, with outputs in the memory of `results`; the event completes with the run."""
         uploads, moves, addresses = [], [], []
         for name, feed in zip(self._owner.inputs, feeds, strict=True):
             if isinstance(feed, np.ndarray):
-                self._done.sync()  # the call before may still read the pinned memory
+                self._done.sync()  # the previous call may still read the pinned memory
                 uploads.append(self._upload(name, feed))
                 addresses.append(uploads[-1][0])
             elif feed.ptr % ALIGNMENT:
@@ -404,14 +404,16 @@ class _Lane:
             check(driver.cuMemcpyDtoHAsync(to, source, size, handle))
 
     def _capture(self, call: Call, callers: Stream) -> _Graph | None:
-        """A CUDA graph of `call`, or None where it cannot be captured."""
+        """A CUDA graph of `call`, or None if it cannot be captured."""
         owner, stream = self._owner, self._stream
         stream.wait(callers)  # the first run reads the inputs
         context = owner.new_context(self._activations, specialized=True)
         owner.select(context, call.profile, stream)
         owner.set_shapes(context, call.shapes)
         try:
-            self._enqueue(context, call, stream)  # a first run compiles and allocates, which a capture must not
+            self._enqueue(
+                context, call, stream
+            )  # a first run compiles and allocates, which is not allowed in a capture
             stream.sync()
         except BaseException:
             callers.wait(stream)  # the run may have been enqueued in part
@@ -428,7 +430,7 @@ class _Lane:
         except (CUDAError, DeviceError, RuntimeError) as error:
             if self._gpu.lost is not None:
                 raise
-            log.warning("%s: a CUDA graph could not be captured, the call is enqueued without: %s", owner.name, error)
+            log.warning("%s: a CUDA graph could not be captured, calls are enqueued without: %s", owner.name, error)
             owner.captures_failed += 1
             owner.graphs = owner.captures_failed < FAILURES
             return None
@@ -444,31 +446,32 @@ class _Lane:
         graph.graph.close()
 
     def _upload(self, name: str, array: Array) -> tuple[int, int, int]:
-        """Copy an array to pinned memory; returns the (to, from, bytes) of the copy that is to be enqueued."""
+        """Copy an array to pinned memory; returns the (to, from, bytes) of the copy to enqueue."""
         pinned = self._block(self._pinned, name, array.nbytes)
         np.copyto(pinned.array(array.shape, array.dtype), array)
         return self._block(self._device, name, array.nbytes).address, pinned.address, array.nbytes
 
-    def _block(self, held: dict[str, Block], name: str, size: int) -> Block:
+    def _block(self, blocks: dict[str, Block], name: str, size: int) -> Block:
         """Staging memory for tensor `name`, as large as the largest that it has needed."""
-        block = held.get(name)
+        block = blocks.get(name)
         if block is None or block.size < size:
             self._done.sync()
-            held.pop(name, None)
-            allocate = self._gpu.allocate_pinned if held is self._pinned else self._gpu.allocate
-            block = held[name] = allocate(size)
+            blocks.pop(name, None)
+            allocate = self._gpu.allocate_pinned if blocks is self._pinned else self._gpu.allocate
+            block = blocks[name] = allocate(size)
         return block
 
 
 class _Graph(NamedTuple):
-    """A captured CUDA graph, and the context that it was captured from, which it needs as long as it is launched."""
+    """A captured CUDA graph, and the context that it was captured from, which it needs as long as it may be
+    launched."""
 
     graph: Any
     context: Any
 
 
 def _copied(result: Array, target: Array | None) -> Array:
-    """A copy of `result`, in `target` where there is one."""
+    """A copy of `result`, in `target` if there is one."""
     if target is None:
         return result.copy()
     np.copyto(target, result)
@@ -481,7 +484,7 @@ def invalid(bits: int) -> Iterator[str]:
 
 
 def _recorder(trt: ModuleType) -> Any:
-    """A recorder of errors, of a class that derives from this TensorRT's own."""
+    """An error recorder, of a class derived from this TensorRT's own."""
 
     class Recorder(trt.IErrorRecorder):  # type: ignore[name-defined, misc]
         """Keeps the last errors of all threads, because TensorRT's calls only return False."""
@@ -498,7 +501,7 @@ def _recorder(trt: ModuleType) -> Any:
         def clear(self) -> None:
             self._errors.clear()
 
-        def get_num_errors(self) -> int:  # TensorRT calls this, though its bindings offer `num_errors`
+        def get_num_errors(self) -> int:  # TensorRT calls this, although its bindings offer `num_errors`
             return len(self._errors)
 
         def get_error_code(self, index: int) -> Any:
@@ -511,6 +514,6 @@ def _recorder(trt: ModuleType) -> Any:
             return False
 
         def last(self) -> str:
-            return self._errors[-1][1] if self._errors else "it gave no reason, unless on standard error"
+            return self._errors[-1][1] if self._errors else "it gave no reason, except possibly on standard error"
 
     return Recorder()

@@ -1,4 +1,4 @@
-"""Whole sequences by steps: a backend that runs a decoder's step, as one that runs the model."""
+"""Whole sequences in steps: a backend that runs a decoder step, presented as one that runs the model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STEPPING = ("onnxruntime-cpu", "openvino")
 
 
 class WholeSequences:
-    """A backend of a decoder's step that answers for whole sequences, each in caches that are new.
+    """A backend of a decoder step that runs whole sequences, each with new caches.
 
     Args:
-        backend: of the step.
-        manifest: of the bundle.
+        backend: the backend of the step.
+        manifest: the bundle's manifest.
     """
 
     gpu = None
@@ -35,26 +35,26 @@ class WholeSequences:
         self._backend, self._step = backend, Step.of(manifest)
 
     def decoder(self, batch: int) -> Decoder:
-        """A decoder of so many samples."""
+        """A decoder for this many samples."""
         return Decoder(cast(Stepping, self._backend), self._step, batch)
 
     def by_schedule(self, name: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The model's outputs, by name, where a decoder is given the tokens in an order of :data:`SCHEDULES`; and, by
-        the names of caches, the keys and values that these hold then, `(batch, key heads, tokens, size)`.
+        """The model's outputs by name if a decoder receives the tokens by one of :data:`SCHEDULES`; and, by the names
+        of caches, the keys and values that they contain afterwards, `(batch, key heads, tokens, size)`.
 
         Raises:
-            RunError: the caches hold another number of tokens than were given.
+            RunError: the caches contain a different number of tokens than were given.
         """
         tokens = feeds[self._step.tokens.name]
         answers, decoder = SCHEDULES[name](self.decoder(len(tokens)), tokens)
         if (decoder.lengths != tokens.shape[1]).any():
             raise RunError(
-                f"the caches hold {decoder.lengths.tolist()} tokens, and {tokens.shape[1]} were given to each"
+                f"the caches contain {decoder.lengths.tolist()} tokens, and {tokens.shape[1]} were given to each"
             )
         cached = [decoder.cached(sample) for sample in range(len(tokens))]
         return {
             **{output: np.stack(samples) for output, samples in answers.items()},
-            **{cache: np.stack([held[cache] for held in cached]) for cache in cached[0]},
+            **{cache: np.stack([sample[cache] for sample in cached]) for cache in cached[0]},
         }
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
@@ -73,5 +73,5 @@ class WholeSequences:
 
 
 def as_model(backend: Backend, manifest: Manifest) -> Backend:
-    """What runs a bundle's model: the backend itself, or its steps one after another."""
+    """The backend that runs a bundle's model: the backend itself, or its steps one after another."""
     return backend if manifest.decoding is None else WholeSequences(backend, manifest)

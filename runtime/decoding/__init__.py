@@ -1,1 +1,1 @@
-"""Decoders: caches of keys and values, steps of a token, and whole sequences by them."""
+"""Decoders: caches of keys and values, single-token steps, and whole sequences made of them."""

@@ -1,4 +1,4 @@
-"""A decoder: the caches of some samples, and the model's next step for them."""
+"""A decoder: the caches of some samples and the model's next step for them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class Stepping(Protocol):
     """A backend whose graph is a step.
 
     Attributes:
-        name: of the backend.
+        name: name of the backend.
     """
 
     name: str
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
-        """A run from these arrays to these, which is called any number of times. A cache is among both.
+        """Bind a run from these arrays to these, which can be called any number of times. A cache is among both.
 
         Args:
-            inputs: by name, contiguous.
-            outputs: by name.
+            inputs: inputs by name, contiguous.
+            outputs: outputs by name.
         """
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        """The type of an input: a backend may hold caches in a wider type than the bundle says."""
+        """The type of an input: a backend may store caches in a wider type than the bundle says."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the manifest says of a step.
+    """The manifest's description of a step.
 
     Attributes:
-        tokens: of the input with tokens.
-        outputs: of the model.
-        decoding: of caches.
+        tokens: the input with tokens.
+        outputs: the model's outputs.
+        decoding: the caches.
     """
 
     tokens: TensorSpec
@@ -61,13 +61,13 @@ class Step:
 
     @property
     def longest(self) -> int:
-        """How many tokens one run may have."""
+        """Maximum number of tokens in one run."""
         count = self.tokens.dims[1]
         return count.max or 1 if isinstance(count, DimSpec) else count
 
     @property
     def most_samples(self) -> int:
-        """How many samples one run may have."""
+        """Maximum number of samples in one run."""
         batch = self.tokens.dims[0]
         return batch.max or 1 if isinstance(batch, DimSpec) else batch
 
@@ -79,26 +79,26 @@ class Step:
 class Decoder:
     """The caches of some samples, on the host, and the model's next step for them.
 
-    Every sample has a length of its own. A decoder is for one thread at a time; several decoders of one session run at
-    once, each in its thread.
+    Every sample has its own length. A decoder is for one thread at a time; several decoders of one session can run
+    at once, each in its own thread.
 
     Args:
         backend: runs steps.
-        step: what the manifest says of them.
-        batch: how many samples.
+        step: what the manifest says about them.
+        batch: number of samples.
 
     Raises:
-        InputError: more samples than the bundle takes.
-        UnavailableError: there is no memory for the caches; says how much they take.
+        InputError: more samples than the bundle supports.
+        UnavailableError: there is too little memory for the caches; says how much they take.
 
     Attributes:
-        batch: how many samples.
-        places: tokens that the caches hold for each.
+        batch: number of samples.
+        places: capacity of the caches, in tokens per sample.
     """
 
     def __init__(self, backend: Stepping, step: Step, batch: int = 1) -> None:
         if not 1 <= (batch := whole("batch", batch)) <= step.most_samples:
-            raise InputError(f"{batch} samples were asked for; the bundle takes 1 to {step.most_samples}")
+            raise InputError(f"batch is {batch}; the bundle supports 1 to {step.most_samples} samples")
         self.batch, self.places = batch, step.decoding.places
         self._backend, self._step = backend, step
         self._busy = threading.Lock()
@@ -107,22 +107,22 @@ class Decoder:
         if left is not None and needed > left:
             raise UnavailableError(
                 f"the caches of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, and "
-                f"{left / 2**30:,.2f} GiB are left; decode fewer samples at once, or deploy with fewer cache_tokens"
+                f"{left / 2**30:,.2f} GiB are free; decode fewer samples at once, or deploy with fewer cache_tokens"
             )
         self._caches = {
             spec.name: np.zeros((batch, *_fixed(spec)), backend.dtype_of(spec.name)) for spec in step.decoding.tensors
         }
-        self._one = np.zeros((batch, 1, *step.of_token(step.tokens)), np.dtype(step.tokens.dtype))
+        self._token = np.zeros((batch, 1, *step.of_token(step.tokens)), np.dtype(step.tokens.dtype))
         self._answers = {
             spec.name: np.zeros((batch, 1, *step.of_token(spec)), np.dtype(spec.dtype)) for spec in step.outputs
         }
         self._next: Callable[[], None] | None = None
 
-    # --- what users call ----------------------------------------------------------------------------------------------
+    # --- public interface ---------------------------------------------------------------------------------------------
 
     @property
     def lengths(self) -> Array:
-        """`(batch,)`, int64: how many tokens of every sample are in the caches."""
+        """`(batch,)`, int64: number of tokens of every sample in the caches."""
         return self._past.copy()
 
     @property
@@ -131,7 +131,7 @@ class Decoder:
         return sum(cache.nbytes for cache in self._caches.values())
 
     def cached(self, sample: int) -> dict[str, Array]:
-        """Keys and values of a sample's tokens, `(key heads, tokens, size)`, by the names of caches; copies.
+        """Keys and values of a sample's tokens, `(key heads, tokens, size)`, by cache name; copies.
 
         Raises:
             InputError: no such sample.
@@ -143,48 +143,48 @@ class Decoder:
             return {name: cache[chosen, :, :filled].copy() for name, cache in self._caches.items()}
 
     def prefill(self, tokens: Any, lengths: Any = None) -> Any:
-        """Take the next tokens of every sample: a prompt, or any number of tokens behind what is there.
+        """Append tokens of every sample to the caches: a prompt, or any number of tokens after earlier ones.
 
         Args:
-            tokens: `(batch, tokens, …)`, or one `(tokens, …)` for each sample, of lengths of their own.
-            lengths: `(batch,)`, how many of each row are tokens; the rest is padding, and not read. All, by default.
+            tokens: `(batch, tokens, …)`, or one `(tokens, …)` for each sample, of different lengths.
+            lengths: `(batch,)`, how many elements of each row are tokens; the rest is padding, which is not read. By
+                default all are.
 
         Returns:
-            What the model answers for each sample's last token, `(batch, …)`; by name, where it has several outputs. A
-            torch tensor where `tokens` is one, else an array.
+            the model's output for each sample's last token, `(batch, …)`; by name, if it has several outputs. A torch
+            tensor if `tokens` is one, otherwise an array.
 
         Raises:
-            InputError: tokens of another type, shape or number, none at all of a sample, ids outside of the table, or
-                more tokens than the caches have places for; nothing is written then.
+            InputError: tokens of the wrong type, shape or number, no token for a sample, ids out of the vocabulary, or
+                more tokens than the caches have free slots for; then nothing is written.
             UsageError: another thread runs this decoder.
         """
         rows = self.rows(tokens, lengths)
         if empty := [i for i, row in enumerate(rows) if not len(row)]:
-            raise InputError(f"sample {empty[0]} has no token, so there is nothing to answer; give one or more")
+            raise InputError(f"sample {empty[0]} has no token; give one or more")
         answers = self._extended(rows, only_last=True)
         last = {name: np.stack([sample[-1] for sample in samples]) for name, samples in answers.items()}
         return self._handed(last, tokens)
 
     def step(self, tokens: Any, out: Any = None) -> Any:
-        """Take the next token of every sample.
+        """Append the next token of every sample.
 
         Args:
             tokens: `(batch, …)`, one token each.
-            out: where to write the answer of a model with one output, `(batch, …)` and of its dtype; a new array by
-                default.
+            out: array for the output of a model with one output, `(batch, …)` and of its dtype; by default a new array.
 
         Returns:
-            What the model answers, as :meth:`prefill` returns it.
+            the model's output, as in :meth:`prefill`.
 
         Raises:
-            InputError: as of :meth:`prefill`; or the answer cannot be written to `out`.
+            InputError: as in :meth:`prefill`; or the output cannot be written to `out`.
             UsageError: another thread runs this decoder.
         """
         array = self._checked(tokens, self._step.of_token(self._step.tokens))
         target = None if out is None else self._target(out)
         with self._running():
-            self._check_places(np.ones(self.batch, np.int64))
-            self._one[:, 0] = array
+            self._check_capacity(np.ones(self.batch, np.int64))
+            self._token[:, 0] = array
             self._run_one()
             self._past += 1
         if target is not None:
@@ -193,21 +193,21 @@ class Decoder:
         return self._handed({name: answer[:, 0].copy() for name, answer in self._answers.items()}, tokens)
 
     def extend(self, tokens: Any, lengths: Any = None) -> dict[str, list[Array]]:
-        """As :meth:`prefill`, and returns the answers for every token: by output, `(tokens, …)` for each sample."""
+        """Like :meth:`prefill`, but return the outputs for every token: by output, `(tokens, …)` for each sample."""
         return self._extended(self.rows(tokens, lengths), only_last=False)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.crop(0)
 
     def crop(self, lengths: Any) -> None:
-        """Forget the tokens of every sample behind a length.
+        """Remove the tokens of every sample after a length.
 
         Args:
-            lengths: one for all samples, or `(batch,)`; no more than are there.
+            lengths: one for all samples, or `(batch,)`; at most the current lengths.
 
         Raises:
-            InputError: a length that a sample does not have.
+            InputError: a length that exceeds the sample's.
             UsageError: another thread runs this decoder.
         """
         wanted = self._lengths(lengths)
@@ -215,7 +215,8 @@ class Decoder:
             if (wanted > self._past).any() or (wanted < 0).any():
                 sample = int(np.argmax((wanted > self._past) | (wanted < 0)))
                 raise InputError(
-                    f"sample {sample} is to keep {wanted[sample]} tokens and has {self._past[sample]}; give 0 to that"
+                    f"sample {sample} has {self._past[sample]} tokens, so {wanted[sample]} cannot be kept; give 0 to "
+                    f"{self._past[sample]}"
                 )
             for sample, (keep, had) in enumerate(zip(wanted, self._past, strict=True)):
                 for cache in self._caches.values():
@@ -223,27 +224,29 @@ class Decoder:
             self._past[:] = wanted
 
     def fork(self, samples: Sequence[int] | None = None) -> Decoder:
-        """Another decoder with the tokens of some samples of this one: one prompt, several continuations.
+        """Make another decoder with the tokens of some of this one's samples: one prompt, several continuations.
 
         Args:
-            samples: which sample each of the new ones begins as; every sample once, by default.
+            samples: the sample that each new one starts from; by default every sample once.
 
         Raises:
-            InputError: no such sample, or more than the bundle takes.
-            UnavailableError: there is no memory for more caches.
+            InputError: no such sample, or more than the bundle supports.
+            UnavailableError: there is too little memory for more caches.
             UsageError: another thread runs this decoder.
         """
         chosen = self._samples(range(self.batch) if samples is None else samples)
         with self._running():
-            other = Decoder(self._backend, self._step, len(chosen))
+            copy = Decoder(self._backend, self._step, len(chosen))
             filled = int(self._past.max(initial=0))
             for name, cache in self._caches.items():
-                other._caches[name][:, :, :filled] = cache[chosen, :, :filled]
-            other._past[:] = self._past[chosen]
-        return other
+                copy._caches[name][:, :, :filled] = cache[chosen, :, :filled]
+            copy._past[:] = self._past[chosen]
+        return copy
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError("a decoder is of its process and cannot be pickled or copied; fork() makes another here")
+        raise UsageError(
+            "a decoder belongs to its process and cannot be pickled or copied; fork() makes another one here"
+        )
 
     def __repr__(self) -> str:
         return f"Decoder({self.batch} samples, lengths {self._past.tolist()} of {self.places})"
@@ -254,9 +257,7 @@ class Decoder:
     def _running(self) -> Iterator[None]:
         """A block in which no other thread runs this decoder."""
         if not self._busy.acquire(blocking=False):
-            raise UsageError(
-                "this decoder runs in another thread; wait for that, or give every thread a decoder of its own"
-            )
+            raise UsageError("this decoder runs in another thread; wait for it, or give every thread its own decoder")
         try:
             with raised_as(RunError, f"{self._backend.name} cannot run this step"):
                 yield
@@ -264,11 +265,11 @@ class Decoder:
             self._busy.release()
 
     def rows(self, tokens: Any, lengths: Any = None) -> list[Array]:
-        """The tokens of every sample, checked, as :meth:`prefill` takes them."""
+        """The tokens of every sample, checked, from the arguments of :meth:`prefill`."""
         of_token = self._step.of_token(self._step.tokens)
         if isinstance(tokens, (list, tuple)) and all(hasattr(row, "shape") or isinstance(row, list) for row in tokens):
             if lengths is not None:
-                raise InputError("tokens were given sample by sample, which says their lengths; leave lengths out")
+                raise InputError("tokens were given as one array per sample, which have lengths; leave lengths out")
             if len(tokens) != self.batch:
                 raise InputError(f"tokens of {len(tokens)} samples were given; this decoder has {self.batch}")
             return [self._checked(row, (None, *of_token), whole=False) for row in tokens]
@@ -277,32 +278,34 @@ class Decoder:
             return list(array)
         counts = self._lengths(lengths)
         if (counts < 0).any() or (counts > array.shape[1]).any():
-            raise InputError(f"lengths {counts.tolist()} of rows of {array.shape[1]} tokens; give 0 to that for each")
+            raise InputError(
+                f"lengths are {counts.tolist()}, of rows of {array.shape[1]} tokens; give 0 to that for each"
+            )
         return [row[:count] for row, count in zip(array, counts, strict=True)]
 
     def _target(self, out: Any) -> Array:
-        """The caller's array for the answer of a step, checked."""
+        """The caller's array for the output of a step, checked."""
         if len(self._step.outputs) != 1:
-            raise InputError(f"the model has {len(self._step.outputs)} outputs; leave out away, and take them by name")
+            raise InputError(f"the model has {len(self._step.outputs)} outputs; leave `out` out, and read them by name")
         (spec,) = self._step.outputs
         return writable(spec, out, (self.batch, *self._step.of_token(spec)), strided=True)
 
     def _samples(self, samples: Iterable[int]) -> list[int]:
         chosen = [whole("a sample's number", sample) for sample in samples]
         if unknown := [sample for sample in chosen if not 0 <= sample < self.batch]:
-            raise InputError(f"there is no sample {unknown[0]}; there are 0 to {self.batch - 1}")
+            raise InputError(f"there is no sample {unknown[0]}; samples are 0 to {self.batch - 1}")
         return chosen
 
     def _lengths(self, lengths: Any) -> Array:
         array = _as_array("lengths", lengths)
         if array.dtype.kind not in "iu" or array.shape not in ((), (self.batch,)):
             raise InputError(
-                f"lengths are {array.dtype.name}{list(array.shape)}; give whole numbers, one for all or {self.batch}"
+                f"lengths are {array.dtype.name}{list(array.shape)}; give integers, one for all or {self.batch}"
             )
         return np.broadcast_to(array, (self.batch,)).astype(np.int64)
 
     def _checked(self, tokens: Any, dims: Sequence[int | None], *, whole: bool = True) -> Array:
-        """Tokens as an array of the bundle's type: of all samples, `(batch, *dims)`, or of one."""
+        """Tokens as an array of the bundle's type: for all samples, `(batch, *dims)`, or for one."""
         spec, vocabulary = self._step.tokens, self._step.decoding.vocabulary
         wanted = np.dtype(spec.dtype)
         array = _as_array(spec.name, tokens)
@@ -316,35 +319,35 @@ class Decoder:
             check_index(spec.name, array, 0, vocabulary - 1)
         return array.astype(wanted, copy=False)
 
-    def _check_places(self, counts: Array) -> None:
+    def _check_capacity(self, counts: Array) -> None:
         ends = self._past + counts
         if (ends > self.places).any():
             sample = int(np.argmax(ends))
             raise InputError(
                 f"sample {sample} has {self._past[sample]} tokens in the cache and {counts[sample]} more were given; "
-                f"there are {self.places} places: crop or reset it, or deploy with more cache_tokens"
+                f"its capacity is {self.places}: crop or reset it, or deploy with more cache_tokens"
             )
 
     def _handed(self, answers: Mapping[str, Array], like: Any) -> Any:
-        """Answers of the kind that users give tokens in."""
+        """Outputs as the kind of array that `like` is."""
         values = {name: to_torch(array) if is_torch(like) else array for name, array in answers.items()}
         return next(iter(values.values())) if len(values) == 1 else values
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _extended(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
-        """Run the next tokens of every sample: in one run where all have one, else sample by sample, each in pieces of
-        as many tokens as the bundle takes. Lengths change when all is done: a run that fails changes nothing.
+        """Run the next tokens of every sample: in one run if all have one, otherwise sample by sample, in pieces of at
+        most as many tokens as the bundle supports. Lengths change only at the end: a run that fails changes nothing.
 
         Args:
             rows: the tokens.
-            only_last: keep no answers but that for each sample's last token.
+            only_last: keep only the output for each sample's last token.
         """
         counts = np.array([len(row) for row in rows], np.int64)
         with self._running():
-            self._check_places(counts)
+            self._check_capacity(counts)
             if (counts == 1).all():
-                self._one[:, 0] = np.stack([row[0] for row in rows])
+                self._token[:, 0] = np.stack([row[0] for row in rows])
                 self._run_one()
                 answers = {name: list(answer.copy()) for name, answer in self._answers.items()}
             else:
@@ -353,9 +356,9 @@ class Decoder:
         return answers
 
     def _run_one(self) -> None:
-        """A run of one token for every sample, whose arrays are bound once."""
+        """Run one token of every sample; the arrays are bound only once."""
         if self._next is None:
-            self._next = self._bound(self._one, self._past, self._answers, slice(None))
+            self._next = self._bound(self._token, self._past, self._answers, slice(None))
         self._next()
 
     def _sample_by_sample(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
@@ -374,12 +377,12 @@ class Decoder:
                     pieces[name] = [array[0, -1:].copy()] if only_last else [*pieces[name], array[0]]
             for spec in self._step.outputs:
                 none = np.empty((0, *self._step.of_token(spec)), np.dtype(spec.dtype))
-                found = pieces[spec.name]
-                answers[spec.name].append(found[0] if len(found) == 1 else np.concatenate([none, *found]))
+                parts = pieces[spec.name]
+                answers[spec.name].append(parts[0] if len(parts) == 1 else np.concatenate([none, *parts]))
         return answers
 
     def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
-        """A run on some samples' caches, which it reads and writes where they are."""
+        """A run on some samples' caches, which it reads and writes in place."""
         caches = {name: cache[samples] for name, cache in self._caches.items()}
         inputs = {self._step.tokens.name: tokens, self._step.decoding.past: past, **caches}
         following = {f"{name}{NEXT}": cache for name, cache in caches.items()}
@@ -387,13 +390,15 @@ class Decoder:
 
 
 def _as_array(name: str, value: Any) -> Array:
-    """An array, or numbers in lists, as a NumPy array."""
+    """Convert an array, or numbers in lists, to a NumPy array."""
     if hasattr(value, "__dlpack__"):
         return to_numpy(name, value)
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:
-        raise InputError(f"{name} cannot be made an array: {first_line(error)}; give rows of one length") from error
+        raise InputError(
+            f"{name} cannot be converted to an array: {first_line(error)}; give rows of one length"
+        ) from error
 
 
 def _fixed(spec: TensorSpec) -> tuple[int, ...]:
@@ -401,5 +406,5 @@ def _fixed(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def cache_bytes(backend: Stepping, step: Step, batch: int) -> int:
-    """Bytes of the caches of so many samples."""
+    """Bytes of the caches of this many samples."""
     return sum(batch * prod(_fixed(spec)) * backend.dtype_of(spec.name).itemsize for spec in step.decoding.tensors)

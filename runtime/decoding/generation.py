@@ -1,4 +1,4 @@
-"""Text from a decoder: the next token is chosen of what the model answers, and taken as the next input."""
+"""Text generation with a decoder: the next token is chosen from the model's logits, and becomes the next input."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from attnforge.numbers import whole
 from attnforge.runtime.decoding.decoder import Decoder
 
 STOPPED = -1
-"""What stands in the place of a token of a sample that has stopped."""
+"""The id of a sample that has stopped."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen.
+    """The choice of the next token.
 
     Attributes:
-        temperature: the logits are divided by it; 0 takes the likeliest token (greedy).
-        top_k: of the likeliest tokens so many may be chosen; None for all.
-        top_p: of the likeliest tokens as few as together have this probability (nucleus sampling, Holtzman et al. 2020,
-            https://arxiv.org/abs/1904.09751); None for all.
-        seed: of the choice. A sample's tokens depend on it, on the sample's number and on the logits alone.
+        temperature: divisor of the logits; 0 takes the most likely token (greedy).
+        top_k: number of most likely tokens to choose from; None for all.
+        top_p: choose from the fewest most likely tokens that together have this probability (nucleus sampling, Holtzman
+            et al. 2020, https://arxiv.org/abs/1904.09751); None for all.
+        seed: random seed. A sample's tokens depend only on it, on the sample's number and on the logits.
 
     Raises:
-        UsageError: a number outside its range.
+        UsageError: a number out of range.
     """
 
     temperature: float = 0.0
@@ -39,22 +39,22 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature is {self.temperature:g}; give 0 for the likeliest token, or more")
+            raise UsageError(f"temperature is {self.temperature:g}; give 0 for the most likely token, or more")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k is {self.top_k}; give 1 or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p:g}; give more than 0 and at most 1")
         if not 0 <= self.seed < 2**64:
-            raise UsageError(f"the seed is {self.seed}; give a whole number from 0 to 2^64 - 1")
+            raise UsageError(f"the seed is {self.seed}; give an integer from 0 to 2^64 - 1")
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
-            raise UsageError("top_k and top_p choose among tokens, and without a temperature the likeliest is taken")
+            raise UsageError("top_k and top_p need a temperature above 0; without one the most likely token is taken")
 
     def generators(self, samples: int) -> list[np.random.Generator]:
-        """The source of chance of every sample."""
+        """The random generator of every sample."""
         return [np.random.Generator(np.random.PCG64([self.seed, sample])) for sample in range(samples)]
 
     def probabilities(self, logits: Array) -> Array:
-        """The probability of every token to be chosen, `(vocabulary,)`, float64.
+        """The probability with which every token is chosen, `(vocabulary,)`, float64.
 
         Args:
             logits: `(vocabulary,)`.
@@ -74,18 +74,18 @@ class Sampler:
         return result
 
     def choose(self, logits: Array, generators: Sequence[np.random.Generator]) -> Array:
-        """The next token of every sample, `(batch,)`, int64.
+        """Choose the next token of every sample, `(batch,)`, int64.
 
         Args:
             logits: `(batch, vocabulary)`.
-            generators: of every sample.
+            generators: the generator of every sample.
 
         Raises:
             RunError: the largest logit of a sample is NaN or infinite.
         """
         if not np.isfinite(largest := logits.max(-1)).all():
             sample = int(np.argmin(np.isfinite(largest)))
-            raise RunError(f"sample {sample} has no likeliest token: the largest of its logits is {largest[sample]}")
+            raise RunError(f"sample {sample} has no most likely token: its largest logit is {largest[sample]}")
         if not self.temperature:
             return np.asarray(logits.argmax(-1), np.int64)
         return np.array(
@@ -108,31 +108,31 @@ def generate(
     sampler: Sampler = GREEDY,
     lengths: Any = None,
 ) -> Iterator[Array]:
-    """The tokens that a model goes on with, one after another.
+    """Generate the tokens that follow prompts, one after another.
 
     Args:
-        decoder: takes the prompts behind what it has, and then every token that is chosen but the last.
-        prompts: as :meth:`Decoder.prefill` takes them.
-        max_new_tokens: how many tokens a sample gets at most.
-        stop: ids behind which a sample gets no more.
-        sampler: chooses.
-        lengths: of the prompts, as :meth:`Decoder.prefill` takes them.
+        decoder: receives the prompts after its tokens, and then every chosen token but the last.
+        prompts: prompts as in :meth:`Decoder.prefill`.
+        max_new_tokens: maximum number of new tokens per sample.
+        stop: stop token ids, after which a sample ends.
+        sampler: chooses the tokens.
+        lengths: lengths of the prompts, as in :meth:`Decoder.prefill`.
 
     Yields:
-        The next token of every sample, `(batch,)`, int64; :data:`STOPPED` of a sample that has stopped.
+        The next token of every sample, `(batch,)`, int64; :data:`STOPPED` for a sample that has stopped.
 
     Raises:
-        InputError: as of :meth:`Decoder.prefill`; or the prompts and the new tokens are more than the caches hold.
-        UsageError: fewer than one new token, or a model whose answers are no logits.
+        InputError: as in :meth:`Decoder.prefill`; or the caches are too small for the prompts and the new tokens.
+        UsageError: fewer than one new token, or the model does not return logits.
     """
     if whole("max_new_tokens", max_new_tokens) < 1:
-        raise UsageError(f"{max_new_tokens} new tokens were asked for; give 1 or more")
+        raise UsageError(f"max_new_tokens is {max_new_tokens}; give 1 or more")
     rows = decoder.rows(prompts, lengths)
     ends = decoder.lengths + [len(row) for row in rows] + (max_new_tokens - 1)
     if (ends > decoder.places).any():
         raise InputError(
-            f"the prompt and {max_new_tokens} new tokens are {int(ends.max()) + 1}, and the cache has room for "
-            f"{decoder.places + 1}; ask for fewer, or deploy with more cache_tokens"
+            f"the prompt and {max_new_tokens} new tokens are {int(ends.max()) + 1} tokens, and the cache has room for "
+            f"{decoder.places + 1}; generate fewer, or deploy with more cache_tokens"
         )
     return _tokens(decoder, rows, max_new_tokens, frozenset(stop), sampler)
 
@@ -153,8 +153,8 @@ def _tokens(
 
 
 def _logits(answer: Any) -> Array:
-    """The logits among what a model answers: its only output, or the one of that name."""
+    """The logits in the model's output: its only output, or the one of that name."""
     array = answer.get("logits") if isinstance(answer, dict) else answer
     if array is None or array.ndim != 2:
-        raise UsageError("the model has no output of logits, (batch, vocabulary) for a token, so it generates nothing")
+        raise UsageError("the model has no output of logits, (batch, vocabulary) per token, so it cannot generate text")
     return np.asarray(array, np.float32) if array.dtype != np.float64 else array

@@ -1,5 +1,5 @@
-"""Orders in which a decoder may be given a sequence. In each it has to answer as the model without a cache answers the
-whole sequence."""
+"""Schedules by which a decoder may receive a sequence. With each, its outputs must equal those of the model without a
+cache for the whole sequence."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from attnforge.arrays import Array
 from attnforge.runtime.decoding.decoder import Decoder
 
 STEPS = 64
-"""Steps of one token at the end of a sequence; what comes before is a prompt."""
+"""Number of single-token steps at the end of a sequence; what comes before is a prompt."""
 
 Answers = dict[str, list[Array]]
-"""By output, `(tokens, …)` of every sample."""
+"""Outputs by name, `(tokens, …)` for every sample."""
 
 Tokens = Array
 """`(batch, tokens, …)`."""
 
 Taken = tuple[Answers, Decoder]
-"""The answers for all tokens, and the decoder that has them in its caches."""
+"""The outputs for all tokens, and the decoder that has them in its caches."""
 
 
 def token_by_token(decoder: Decoder, tokens: Tokens) -> Taken:
-    """The last :data:`STEPS` tokens one by one, behind a prompt of those before; all of a shorter sequence."""
+    """The last :data:`STEPS` tokens one by one, after a prompt of those before; all of them if the sequence is
+    shorter."""
     prompt = max(tokens.shape[1] - STEPS, 0)
     answers = decoder.extend(tokens[:, :prompt]) if prompt else None
-    for place in range(prompt, tokens.shape[1]):
-        answers = _joined(answers, decoder.extend(tokens[:, place : place + 1]))
+    for position in range(prompt, tokens.shape[1]):
+        answers = _joined(answers, decoder.extend(tokens[:, position : position + 1]))
     assert answers is not None
     return answers, decoder
 
@@ -44,15 +45,15 @@ def in_pieces(decoder: Decoder, tokens: Tokens) -> Taken:
 
 
 def ragged(decoder: Decoder, tokens: Tokens) -> Taken:
-    """Prompts of lengths of their own, which leaves every sample at another place; then steps for all together. A
-    sample that is done goes back by a token, and takes it again."""
+    """Prompts of different lengths, so that every sample is at another position; then steps for all together. A sample
+    that is done is cropped by one token, and receives it again."""
     batch, count = tokens.shape[:2]
     lengths = np.array([max(1, (sample + 1) * count // (batch + 1)) for sample in range(batch)])
     lengths = np.maximum(lengths, count - STEPS)
     answers = decoder.extend([row[:n] for row, n in zip(tokens, lengths, strict=True)])
     while (lengths < count).any():
         done = lengths == count
-        if done.any():  # else lengths that the decoder has wrong would be put right here
+        if done.any():  # otherwise wrong lengths of the decoder would be corrected here
             decoder.crop(lengths - done)
         following = np.stack([row[n - is_done] for row, n, is_done in zip(tokens, lengths, done, strict=True)])
         new = decoder.extend(following[:, None])
@@ -67,8 +68,8 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Taken:
 
 
 def cut_and_forked(decoder: Decoder, tokens: Tokens) -> Taken:
-    """Another sequence, which is forgotten; half of the sequence and the end of another one, which is cut off again;
-    then the rest in a copy of the decoder."""
+    """Another sequence, which is removed; half of the sequence and the end of another one, which is cropped again; then
+    the rest in a fork of the decoder."""
     count = tokens.shape[1]
     half = (count + 1) // 2
     decoder.extend(tokens[:, ::-1])
@@ -90,11 +91,11 @@ SCHEDULES: Mapping[str, Callable[[Decoder, Tokens], Taken]] = {
     "ragged": ragged,
     "cut and forked": cut_and_forked,
 }
-"""Every order by its name, as verification says it."""
+"""Every schedule by its name, as verification reports it."""
 
 
 def _joined(first: Answers | None, second: Answers) -> Answers:
-    """The answers for some tokens and for those behind them."""
+    """The outputs for some tokens and for those after them."""
     if first is None:
         return second
     return {

@@ -1,1 +1,1 @@
-"""Parity: whether what was deployed is still the same function."""
+"""Parity: whether the deployed model is still the same function."""

@@ -1,4 +1,4 @@
-"""The parity budget: how far an output of a deployed model may be from the model it was made of.
+"""The parity budget: how far an output of a deployed model may be from that of the original model.
 
 Three results are compared, number by number, in float64:
 
@@ -11,21 +11,21 @@ all zeros it is `‖t − r‖`. `ulp(x)` is the distance between neighbouring n
 
 ## The rule
 
-An output passes where all three hold:
+An output passes if all three hold:
 
 1. `error(b) ≤ max(2 · error(e), floor)`;
-2. no single number is off by more than `2 · max|e − r| + max(4 ulp(max|r|), floor · max|r|)`;
-3. NaN and infinity stand where they may (below).
+2. no element is off by more than `2 · max|e − r| + max(4 ulp(max|r|), floor · max|r|)`;
+3. NaN and infinity occur only where they may (below).
 
-So a backend may err about as much as the plain arithmetic of its precision does, and no more. FlashAttention's own
-tests have the same rule (https://github.com/Dao-AILab/flash-attention).
+So a backend's error may be about that of the plain arithmetic of its precision, and no more. FlashAttention's own tests
+use the same rule (https://github.com/Dao-AILab/flash-attention).
 
-The floor is allowed however exact eager is, because kernels sum in other orders than eager does: 4e-6 for fp32, 1e-3
-for tf32 and fp16, 8e-3 for bf16 (`attnforge.precision`).
+The floor is allowed however exact eager is, because kernels sum in a different order: 4e-6 for fp32, 1e-3 for tf32 and
+fp16, 8e-3 for bf16 (`attnforge.precision`).
 
-All that is allowed besides, and every case, is in `docs/concepts/parity.md`: draws of eager's error on hard inputs,
-outputs of few numbers, attention at a lower precision, very small outputs, deployments that chose their precisions,
-whole numbers, NaN and infinity, and which numbers of a large output are compared.
+Everything else that is allowed, and every case, is in `docs/concepts/parity.md`: draws of eager's error on hard inputs,
+outputs of few elements, attention at a lower precision, very small outputs, deployments that chose their precisions,
+integers, NaN and infinity, and which elements of a large output are compared.
 """
 
 from __future__ import annotations
@@ -43,43 +43,43 @@ from attnforge.precision import Precision, precision_named
 from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, histogram_of, quantiles_of
 
 LEAST_DRAWS = 3
-"""How often eager's rounding is drawn again on hard inputs before draws that agree are enough."""
+"""Number of draws of eager's rounding on hard inputs after which draws that agree are enough."""
 
 LEAST_LOW_DRAWS = 8
-"""The same of a precision of 16 bits, which rounds so coarsely that scores tie in one draw of ten or twenty."""
+"""The same for a 16-bit precision, whose rounding is so coarse that scores tie in one draw of ten or twenty."""
 
 MOST_DRAWS = 32
-"""How often it is drawn at most, where the draws disagree."""
+"""Maximum number of draws, if they disagree."""
 
 FEW = 1024
-"""Outputs of fewer numbers than this have eager's largest error over all ordinary cases: of ten numbers, two errors of
-one distribution differ by more than twice one time in fifty."""
+"""Outputs of fewer elements than this get eager's largest error over all ordinary cases: with ten elements, two errors
+from one distribution differ by more than a factor of two one time in fifty."""
 
 SWAPPED = 2
-"""Whole numbers that may differ, up to half of an output's, where products round coarsely: two scores that tie to
-rounding swap their places."""
+"""Number of integers that may differ, up to half of an output's, if products round coarsely: two scores that tie to
+rounding swap their order."""
 
 COARSE = 10
-"""Bits of the mantissa up to which products round coarsely."""
+"""Mantissa bits up to which products are considered to round coarsely."""
 
 FAR_OFF = 10
-"""How many floors eager may be off before its precision is said to drift."""
+"""Maximum ratio of eager's error to the floor, above which its precision is reported to drift."""
 
 UNPROVED = 0.1
-"""Relative error of eager, in the median of ordinary cases, beyond which nothing is proved, unless another limit was
-asked for: a backend might err by twice as much. `docs/concepts/parity.md` has what eager errs by on ordinary models."""
+"""Relative error of eager, in the median of ordinary cases, beyond which nothing is proved unless another limit was
+set: a backend's error might be twice as large. `docs/concepts/parity.md` lists eager's errors on ordinary models."""
 
 HANDFUL = 16
-"""Outputs of fewer numbers than this may be near zero by chance, and eager right by chance."""
+"""Outputs of fewer elements than this may be near zero by chance, and eager right by chance."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a deployment that chose its own precisions may err by on ordinary inputs.
+    """The error that a deployment that chose its own precisions may have on ordinary inputs.
 
     Attributes:
-        error: the largest relative error, whatever eager's is.
-        exactly: whether `error` was asked for and is the budget; else it bounds the budget, and takes its place where
+        error: the maximum relative error, whatever eager's is.
+        exactly: whether `error` was asked for and is the budget; otherwise it limits the budget, and replaces it where
             eager overflows.
     """
 
@@ -88,13 +88,13 @@ class Allowed:
 
     @classmethod
     def by(cls, manifest: Manifest) -> Allowed | None:
-        """What a bundle is allowed; None where it did not choose its precisions."""
+        """The errors that a bundle is allowed; None if it did not choose its precisions."""
         return cls(manifest.mixed.max_error, manifest.mixed.exactly) if manifest.mixed is not None else None
 
 
 def budget_precision(manifest: Manifest, backend: str) -> Precision:
-    """The precision whose floor and ulp a backend has: that of its attention alone, where it is another, else the
-    bundle's. Beside products in 8 bits attention at 16 counts for nothing."""
+    """The precision whose floor and ulp apply to a backend: that of its attention alone, if it differs, otherwise the
+    bundle's. With 8-bit products, 16-bit attention does not count."""
     record = manifest.targets.get(backend)
     alone = record.attention_precision if record is not None and manifest.quantised is None else None
     return precision_named(alone or manifest.precision)
@@ -107,30 +107,30 @@ def judge(
     eager: Array,
     truth: Array,
     precision: Precision,
-    yardstick: Array | None = None,
+    baseline: Array | None = None,
     allowed: Allowed | None = None,
 ) -> Comparison:
-    """Hold one output of one case to the budget.
+    """Check one output of one case against the budget.
 
     Args:
         case: the case.
-        output: the output's name.
-        got: the backend's numbers, of any dtype and shape.
-        eager: eager's at the bundle's precision, of the same shape.
-        truth: the reference's, of the same shape.
-        precision: whose floor and ulp are allowed.
-        yardstick: eager's at `precision`, where that is another than the bundle's.
-        allowed: what a deployment that chose its precisions may err by.
+        output: name of the output.
+        got: the backend's output, of any dtype and shape.
+        eager: eager's output at the bundle's precision, of the same shape.
+        truth: the reference's output, of the same shape.
+        precision: the precision whose floor and ulp are allowed.
+        baseline: eager's output at `precision`, if that differs from the bundle's.
+        allowed: the error that a deployment that chose its precisions may have.
     """
     if got.shape != truth.shape:
-        return incomparable(case, output, precision, f"{got.size} numbers where float64 eager has {truth.size}")
+        return incomparable(case, output, precision, f"{got.size} elements, where float64 eager has {truth.size}")
     if not is_floating(got):
-        return _judge_whole_numbers(case, output, got, eager, truth, precision)
+        return _judge_integers(case, output, got, eager, truth, precision)
     got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     if not case.is_ordinary:
         truth = np.where(np.abs(truth) <= precision.largest, truth, np.nan)
     positions = _Positions.of(case, got, eager, truth, precision)
-    standard = _overflow_aside(eager, yardstick)
+    standard = _without_overflow(eager, baseline)
     errors = _Errors.of(got, standard, truth)
     budget = _budget(case, output, errors, precision, allowed, eager_overflowed=positions.overflowed > 0)
     reason = budget.exceeded(errors)
@@ -151,7 +151,7 @@ def judge(
 
 
 def incomparable(case: Case, output: str, precision: Precision, reason: str) -> Comparison:
-    """The verdict on an output that cannot be compared, because it has another shape or dtype than the reference."""
+    """The verdict on an output that cannot be compared, because its shape or dtype differs from the reference's."""
     return Comparison(
         case=case.name, output=output, passed=False, error=1.0, eager_error=0.0, budget=precision.floor,
         max_error=0.0, max_budget=0.0, size=1, reason=reason,
@@ -159,13 +159,13 @@ def incomparable(case: Case, output: str, precision: Precision, reason: str) -> 
 
 
 def relative_error(got: Array, truth: Array) -> float:
-    """`‖got − truth‖ / ‖truth‖`, of arrays of one shape; the absolute norm where the truth is all zeros. Infinity where
-    that is NaN, which would pass for the smaller of any two errors."""
+    """`‖got − truth‖ / ‖truth‖`, for arrays of one shape; the absolute norm if the truth is all zeros. Infinity if that
+    is NaN, which would pass as the smaller of any two errors."""
     return relative_error_in(pieces(got, truth))
 
 
 def relative_error_in(arrays: Iterable[tuple[Array, ...]]) -> float:
-    """The relative error of arrays that come a piece of both at a time."""
+    """The relative error of arrays that are given in pieces of both."""
     off = norm = 0.0
     for got, truth in arrays:
         off, norm = math.hypot(off, np.linalg.norm(got - truth)), math.hypot(norm, np.linalg.norm(truth))
@@ -173,7 +173,7 @@ def relative_error_in(arrays: Iterable[tuple[Array, ...]]) -> float:
     return math.inf if math.isnan(error) else error
 
 
-# --- errors, and what they may be -------------------------------------------------------------------------------------
+# --- errors and budgets -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,11 @@ class _Errors:
     """The errors of a backend and of eager.
 
     Attributes:
-        got, truth: the numbers that are finite in the backend and in the reference, flattened.
-        off: |b − r| of these numbers.
+        got, truth: the elements that are finite in the backend and in the reference, flattened.
+        off: |b − r| of these elements.
         eager_off: |e − r| of those that are finite in eager, too.
-        error, eager_error: relative, in the norm.
-        furthest: the place of the number that is furthest off; None where no number is compared.
+        error, eager_error: relative errors, in the norm.
+        furthest: the flat index of the element with the largest error; None if no element is compared.
     """
 
     got: Array
@@ -219,14 +219,14 @@ def _max(numbers: Array) -> float:
 
 @dataclass(frozen=True)
 class _Budget:
-    """What an output may err by: relative in the norm, and absolute in any one number."""
+    """The error that an output may have: relative in the norm, and absolute in any one element."""
 
     error: float
     max_error: float
 
     def exceeded(self, errors: _Errors) -> str | None:
-        """Why the errors are over the budget, or None."""
-        if not errors.error <= self.error:  # so that NaN passes nothing
+        """Why the errors exceed the budget, or None."""
+        if not errors.error <= self.error:  # so that NaN does not pass
             return f"error {scientific(errors.error, 3)} is over the budget of {scientific(self.error, 3)}"
         if not _max(errors.off) <= self.max_error:
             off, allowed = scientific(_max(errors.off), 3), scientific(self.max_error, 3)
@@ -237,9 +237,9 @@ class _Budget:
 def _budget(
     case: Case, output: str, errors: _Errors, precision: Precision, allowed: Allowed | None, eager_overflowed: bool
 ) -> _Budget:
-    """The budget of rules 1 and 2, with all that the module's docstring allows besides."""
+    """The budget of rules 1 and 2, with everything else that the module's docstring allows."""
     rounding = max(4 * precision.ulp(errors.largest), precision.floor * errors.largest)
-    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and of outputs of few numbers
+    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
     error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
     max_error = 2 * max(_max(errors.eager_off), max_drawn) + rounding
     if 0 < errors.largest < precision.smallest_normal:
@@ -249,12 +249,12 @@ def _budget(
     return _Budget(error, max_error)
 
 
-def _overflow_aside(eager: Array, yardstick: Array | None) -> Array:
-    """The eager whose error is allowed twice: the yardstick, unless it overflows where eager at the bundle's precision
-    does not."""
-    if yardstick is None or not np.isfinite(yardstick[np.isfinite(eager)]).all():
+def _without_overflow(eager: Array, baseline: Array | None) -> Array:
+    """The eager output whose error is allowed twice: the baseline, unless it overflows where eager at the bundle's
+    precision does not."""
+    if baseline is None or not np.isfinite(baseline[np.isfinite(eager)]).all():
         return eager
-    return np.where(np.isfinite(eager), yardstick, eager).astype(np.float64)
+    return np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
 
 
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
@@ -262,11 +262,11 @@ def _overflow_aside(eager: Array, yardstick: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where a backend has NaN, infinity or a number that may not stand there, as arrays of booleans.
+    """The elements with a NaN, infinity or number that is not allowed there, as boolean arrays.
 
     Attributes:
-        wrong: by kind of number, its places.
-        overflowed: how many numbers are not finite in eager and finite in float64, rounded.
+        wrong: positions, by kind of number.
+        overflowed: number of elements that are not finite in eager although float64's, rounded, are.
         given_up: those of them that are not finite in the backend either.
     """
 
@@ -287,38 +287,40 @@ class _Positions:
         return cls(wrong, int(overflowed.sum()), overflowed & ~np.isfinite(got))
 
     def misplaced(self, case: Case, precision: Precision) -> tuple[str, int] | None:
-        """What may not be where it is, and its first place; None where everything may."""
-        for kind, places in self.wrong.items():
-            if places.any():
-                return f"{kind} at {int(places.sum())} places where neither eager nor float64 has it", _first(places)
+        """Why an element is not allowed where it is, and the index of the first such element; None if all are
+        allowed."""
+        for kind, positions in self.wrong.items():
+            if positions.any():
+                reason = f"{kind} at {int(positions.sum())} positions where neither eager nor float64 has it"
+                return reason, _first(positions)
         if case.is_ordinary and self.given_up.any():
             reason = (
-                f"{precision.name} does not hold this model: NaN or infinity at {int(self.given_up.sum())} places "
-                "where float64 has numbers, in eager too"
+                f"{precision.name} overflows: NaN or infinity at {int(self.given_up.sum())} positions where float64 "
+                "has numbers, in eager too"
             )
             return reason, _first(self.given_up)
         return None
 
 
-def _first(places: Array) -> int:
-    return int(np.flatnonzero(places)[0])
+def _first(positions: Array) -> int:
+    return int(np.flatnonzero(positions)[0])
 
 
-# --- whole numbers ----------------------------------------------------------------------------------------------------
+# --- integers ---------------------------------------------------------------------------------------------------------
 
 
-def _judge_whole_numbers(
+def _judge_integers(
     case: Case, output: str, got: Array, eager: Array, truth: Array, precision: Precision
 ) -> Comparison:
-    """An output of whole numbers or booleans, such as indices. The errors are shares of its numbers."""
+    """Check an output of integers or booleans, such as indices. The errors are shares of its elements."""
     got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     wrong, differ = (got != truth) & (got != eager), int((eager != truth).sum())
     count, size = int(wrong.sum()), max(got.size, 1)
-    may = max(2 * differ, min(SWAPPED, size // 2) if precision.mantissa_bits <= COARSE else 0)
-    passed = count <= may or not (case.is_ordinary or case.kind == "large")
+    may_differ = max(2 * differ, min(SWAPPED, size // 2) if precision.mantissa_bits <= COARSE else 0)
+    passed = count <= may_differ or not (case.is_ordinary or case.kind == "large")
     return Comparison(
         case=case.name, output=output, passed=passed, error=count / size, eager_error=differ / size,
-        budget=max(may, 1) / size, max_error=0.0, max_budget=0.0, size=got.size, compared=got.size,
+        budget=max(may_differ, 1) / size, max_error=0.0, max_budget=0.0, size=got.size, compared=got.size,
         worst=Element.at(_first(wrong), case.name, got, eager, truth) if count else None,
-        reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's, and {may} may be",
+        reason=None if passed else f"{count} of {got.size} are neither eager's nor float64's; {may_differ} are allowed",
     )  # fmt: skip

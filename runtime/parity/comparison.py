@@ -1,4 +1,4 @@
-"""What a comparison of one output with the reference says: the verdict, the errors, and where they are largest."""
+"""The result of comparing one output with the reference: the verdict, the errors, and where they are largest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ counted in the first and the last bin."""
 
 
 class Element(Record):
-    """One number of an output, and what stands in its place in the reference and in eager.
+    """One element of an output, and the same element in the reference and in eager.
 
     Attributes:
         case: name of the case.
-        index: the number's place in the whole output.
-        got, eager, float64: the backend's number, eager's and the reference's; None where it is not finite.
+        index: index of the element in the whole output.
+        got, eager, float64: the number of the backend, eager and the reference; None if it is not finite.
     """
 
     case: str
@@ -32,17 +32,17 @@ class Element(Record):
     float64: float | None
 
     @classmethod
-    def at(cls, place: int, case: str, got: Array, eager: Array, truth: Array) -> Element:
-        """The element at a place of the flattened arrays."""
-        numbers = (float(array.reshape(-1)[place]) for array in (got, eager, truth))
+    def at(cls, index: int, case: str, got: Array, eager: Array, truth: Array) -> Element:
+        """The element at an index of the flattened arrays."""
+        numbers = (float(array.reshape(-1)[index]) for array in (got, eager, truth))
         first, second, third = (number if math.isfinite(number) else None for number in numbers)
-        return cls(case=case, index=[place], got=first, eager=second, float64=third)
+        return cls(case=case, index=[index], got=first, eager=second, float64=third)
 
     def text(self, output: str) -> str:
-        """A line for people.
+        """One line of human-readable text.
 
         Args:
-            output: the output's name.
+            output: name of the output.
         """
         numbers = (self.got, self.float64, self.eager)
         got, exact, eager = ("not finite" if number is None else f"{number:.9g}" for number in numbers)
@@ -52,19 +52,19 @@ class Element(Record):
 
 class Comparison(Record):
     """One output of one case, compared with float64. `error`, `eager_error` and `budget` are relative, in the norm;
-    `max_error` and `max_budget` are absolute, of one number.
+    `max_error` and `max_budget` are absolute, of one element.
 
     Attributes:
         case, output: names.
-        schedule: the order in which a decoder was given the tokens; None where all were given at once.
-        size: how many numbers the output has, or how many the bundle keeps of it.
-        compared: how many of them are finite in the backend and in float64, and so count in the errors.
-        cosine: of the angle between the output and float64's, as vectors; None where one of them is zero.
-        snr_db: signal to noise, 20·log10(‖r‖ / ‖b − r‖); None where there is no noise.
-        quantiles: of |b − r| / max|r|, over the output's numbers.
-        errors, eager_errors: how many numbers have |b − r| / max|r|, or |e − r| / max|r|, in each bin of the histogram.
-        overflowed: how many of eager's numbers are NaN or infinite where float64, rounded to the dtype, is finite.
-        worst: the number that is furthest off, or the first NaN or infinity that may not be there.
+        schedule: the schedule by which a decoder received the tokens; None if it received all at once.
+        size: number of elements of the output, or of those that the bundle stores.
+        compared: number of elements that are finite in the backend and in float64, and so count in the errors.
+        cosine: cosine of the angle between the output and float64's, as vectors; None if one of them is zero.
+        snr_db: signal-to-noise ratio, 20·log10(‖r‖ / ‖b − r‖); None if there is no noise.
+        quantiles: quantiles of |b − r| / max|r| over the output's elements.
+        errors, eager_errors: number of elements with |b − r| / max|r|, or |e − r| / max|r|, in each histogram bin.
+        overflowed: number of eager's elements that are NaN or infinite where float64, rounded to the dtype, is finite.
+        worst: the element with the largest error, or the first NaN or infinity that is not allowed.
         reason: why it did not pass.
     """
 
@@ -90,18 +90,18 @@ class Comparison(Record):
 
     @property
     def where(self) -> str:
-        """The case, and how a decoder was given its tokens."""
+        """The case, and the schedule by which a decoder received its tokens."""
         return self.case if self.schedule is None else f"{self.case} {self.schedule}"
 
 
 def cosine_of(got: Array, truth: Array) -> float | None:
-    """The cosine of the angle between two arrays of one shape, as vectors; None where one is zero or too large."""
+    """The cosine of the angle between two arrays of one shape, as vectors; None if one is zero or too large."""
     norms = float(np.linalg.norm(got)) * float(np.linalg.norm(truth))
     return float(np.dot(got.ravel(), truth.ravel())) / norms if 0 < norms < math.inf else None
 
 
 def quantiles_of(errors: Array) -> dict[str, float]:
-    """The :data:`QUANTILES` of errors, by name; none of no errors."""
+    """The :data:`QUANTILES` of errors, by name; empty if there are no errors."""
     if errors.size == 0:
         return {}
     values = np.quantile(errors, [*QUANTILES.values()])
@@ -109,7 +109,7 @@ def quantiles_of(errors: Array) -> dict[str, float]:
 
 
 def histogram_of(errors: Array) -> list[int]:
-    """How many of the errors fall in each of :data:`BINS` bins."""
+    """The number of errors in each of :data:`BINS` bins."""
     exponents = np.log10(np.maximum(errors, 10.0 ** (LEAST_DECADE - 1)))
     bins = np.clip(np.floor((exponents - LEAST_DECADE) * BINS_A_DECADE), 0, BINS - 1).astype(int)
     return [int(count) for count in np.bincount(bins, minlength=BINS)]

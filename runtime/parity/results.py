@@ -1,4 +1,4 @@
-"""Results that somebody else's run of a bundle's cases gave, held to the parity budget: those of `polygraphy run`."""
+"""Check results of an external run of a bundle's cases against the parity budget: those of `polygraphy run`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def verify_results(
     least: float | None = None,
     trusted: Trusted = None,
 ) -> Report:
-    """Hold the results of a Polygraphy run to the parity budget, as :func:`~attnforge.verify` holds a backend.
+    """Check the results of a Polygraphy run against the parity budget, as :func:`~attnforge.verify` checks a backend.
 
     Args:
-        bundle: its folder. Its cases, in the manifest's order, are what was run.
-        results: file of `polygraphy run --save-outputs`, of any number of runners.
-        backend: whose model was run, where its budget is another than the bundle's: that of a target which computes
-            attention in another precision.
-        metric: as :func:`~attnforge.verify` takes it.
-        least: as :func:`~attnforge.verify` takes it.
-        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
+        bundle: the bundle, or its folder. Its cases, in the manifest's order, are the iterations of the run.
+        results: file of `polygraphy run --save-outputs`, with any number of runners.
+        backend: the backend whose model was run, if its budget differs from the bundle's: that of a target which
+            computes attention at another precision.
+        metric: as in :func:`~attnforge.verify`.
+        least: as in :func:`~attnforge.verify`.
+        trusted: public key files, one of which must have signed the bundle, as in :func:`attnforge.load`.
 
     Returns:
-        The report, whose backends are the runners.
+        the report, whose backends are the runners.
 
     Raises:
-        BundleError: no whole, unaltered bundle is there.
-        InputError: the file holds no results, or those of other cases or outputs than the bundle's.
+        BundleError: there is no complete, unaltered bundle.
+        InputError: the file contains no results, or results of other cases or outputs than the bundle's.
         UnknownNameError: no such backend.
     """
     opened = open_bundle(bundle, trusted=trusted)
@@ -62,10 +62,10 @@ def verify_results(
 
 
 def _check(where: str, iterations: list[Outputs], bundle: Bundle) -> None:
-    """Check that results are of all cases and outputs of a bundle.
+    """Check that results cover all cases and outputs of a bundle.
 
     Raises:
-        InputError: they are not.
+        InputError: they do not.
     """
     cases, names = bundle.manifest.cases, [spec.name for spec in bundle.manifest.outputs]
     if len(iterations) != len(cases):
@@ -80,7 +80,7 @@ def _check(where: str, iterations: list[Outputs], bundle: Bundle) -> None:
 
 
 def _replay(specs: list[TensorSpec], iterations: list[Outputs], where: str) -> Run:
-    """What gives the outputs of one iteration after another, each decoded when it is asked for."""
+    """A run that returns the outputs of one iteration after another, each decoded when it is requested."""
     left = iter(iterations)
 
     def run(_: object) -> dict[str, Array]:
@@ -91,12 +91,12 @@ def _replay(specs: list[TensorSpec], iterations: list[Outputs], where: str) -> R
 
 
 def as_deployed(array: Array, spec: TensorSpec) -> Array:
-    """An output of a library without bfloat16, in the dtype that the model gives: bfloat16 where all its numbers, in
-    float32, are such.
+    """An output of a library without bfloat16, in the dtype of the model's output: bfloat16 if all its numbers, in
+    float32, are representable in bfloat16.
 
     Args:
         array: the output.
-        spec: the model's.
+        spec: the model's output.
     """
     if spec.dtype != BFLOAT16.name or array.dtype != np.float32:
         return array

@@ -1,8 +1,8 @@
-"""Verification: is what was deployed the same function?
+"""Verification: is the deployed model still the same function?
 
-Three verbs: :func:`verify` a bundle on every backend, :func:`hold` one backend to the budget over reference cases, and
-:func:`~attnforge.runtime.parity.budget.judge` one output of one case. Where the bundle has real data with labels, the
-task's metric is measured in the same runs (:mod:`.metrics`).
+There are three levels: :func:`verify` checks a bundle on every backend, :func:`hold` checks one backend against the
+budget over reference cases, and :func:`~attnforge.runtime.parity.budget.judge` checks one output of one case. If the
+bundle has real data with labels, the task's metric is measured in the same runs (:mod:`.metrics`).
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from attnforge.runtime.preference import chosen_here
 from attnforge.runtime.session import load
 
 Run = Callable[[dict[str, Array]], Mapping[str, Array]]
-"""From inputs to outputs, both by name."""
+"""Maps inputs to outputs, both by name."""
 
 
 class OutputReport(Record):
-    """How one output did over all cases.
+    """The result of one output over all cases.
 
     Attributes:
-        cosine, snr_db: the least of all cases.
-        quantiles: of the error, each the largest of all cases.
+        cosine, snr_db: the smallest over all cases.
+        quantiles: quantiles of the error, each the largest over all cases.
         errors, eager_errors: the histograms, summed over all cases.
-        worst: the number that is furthest off, relative to the budget of its case.
+        worst: the element with the largest error, relative to the budget of its case.
     """
 
     cosine: float | None
@@ -85,10 +85,10 @@ class OutputReport(Record):
         )
 
     def text(self, output: str) -> str:
-        """A line for people.
+        """One line of human-readable text.
 
         Args:
-            output: the output's name.
+            output: name of the output.
         """
         noise = f"signal to noise {self.snr_db:.0f} dB" if self.snr_db is not None else "no error"
         cosine = f", cosine {self.cosine:.9f}" if self.cosine is not None else ""
@@ -97,15 +97,15 @@ class OutputReport(Record):
 
 
 class BackendReport(Record):
-    """How a backend did over all cases.
+    """The result of a backend over all cases.
 
     Attributes:
-        error, eager_error, budget, case: of the comparison that is closest to its budget, or furthest over it.
-        cases: how many were run.
-        comparisons: of every output of every case, `failures` those that did not pass.
-        outputs: by name, how each did.
-        metric: how the task's metric did; None where none was measured.
-        reason: why the backend did not pass though no comparison failed.
+        error, eager_error, budget, case: those of the comparison that is closest to its budget, or exceeds it most.
+        cases: number of cases run.
+        comparisons: those of every output of every case; `failures` are the ones that did not pass.
+        outputs: the result of each output, by name.
+        metric: the result of the task's metric; None if none was measured.
+        reason: why the backend did not pass although no comparison failed.
     """
 
     passed: bool
@@ -122,7 +122,7 @@ class BackendReport(Record):
 
     @property
     def missed(self) -> str | None:
-        """The first case and output that did not pass, and why, in a line; None where all did."""
+        """The first case and output that did not pass, and why, on one line; None if all passed."""
         if self.passed:
             return None
         first = next((f"{failure.where}, {failure.output}: {failure.reason}" for failure in self.failures), None)
@@ -130,15 +130,15 @@ class BackendReport(Record):
 
 
 class Report(Record):
-    """The result of :func:`verify`. It passes where some backend ran and every backend that ran passed.
+    """The result of :func:`verify`. It passes if at least one backend ran and every backend that ran passed.
 
     Attributes:
-        bundle: its folder.
+        bundle: the bundle's folder.
         reference: what float64 and eager ran: the torch module, or the graph that the bundle was deployed from.
-        backends: by name, how each did.
-        skipped: by name, why a backend did not run.
+        backends: the result of each backend, by name.
+        skipped: why a backend did not run, by name.
         cases: the reference cases, with sizes and seeds.
-        warnings: what eager at the bundle's precision does to the model, however faithfully it was deployed.
+        warnings: problems that the bundle's precision causes in eager, however faithfully the model was deployed.
     """
 
     passed: bool
@@ -161,23 +161,23 @@ def verify(
     least: float | None = None,
     trusted: Trusted = None,
 ) -> Report:
-    """Run every reference case on every backend that this machine can run, and hold the outputs to the parity budget.
+    """Run every reference case on every available backend, and check the outputs against the parity budget.
 
     Args:
-        bundle: its folder. Nothing else is needed: no torch, no source.
+        bundle: the bundle, or its folder. Nothing else is needed: no torch, no source.
         backends: by default every backend that this machine can run and `auto` might load. OpenVINO, which runs the
-            canonical graph, is among them only where it met the budget when the bundle was deployed here.
-        module: the torch module, to hold eager on this machine to the budget as well.
-        metric: what the task is measured by, over the real data that the bundle was deployed with: `accuracy`,
-            `cosine`, or a function from outputs by name and labels to a number, the larger the better. By default the
-            bundle's own, if it has one.
-        least: what the metric must reach; by default it may fall short of float64's twice as far as eager does.
-        trusted: files of public keys, one of which must have signed the bundle, as :func:`attnforge.load` takes them.
+            canonical graph, is included only if it met the budget when the bundle was deployed here.
+        module: the torch module, to check eager on this machine against the budget as well.
+        metric: the task's metric, over the real data that the bundle was deployed with: `accuracy`, `cosine`, or a
+            function from outputs by name and labels to a number, where larger is better. By default the bundle's own,
+            if it has one.
+        least: the required value of the metric; by default it may fall short of float64's by twice as much as eager's.
+        trusted: public key files, one of which must have signed the bundle, as in :func:`attnforge.load`.
 
     Raises:
-        BundleError: no whole, unaltered bundle is there.
+        BundleError: there is no complete, unaltered bundle.
         UnknownNameError: no such backend.
-        UnavailableError: a backend that was asked for by name cannot run here.
+        UnavailableError: a backend that was named cannot run here.
     """
     opened = open_bundle(bundle, trusted=trusted)
     for name in backends or ():
@@ -202,12 +202,12 @@ def verify(
 
 
 def reported(bundle: Bundle, reports: dict[str, BackendReport], skipped: dict[str, str] | None = None) -> Report:
-    """The report on a bundle, from those on its backends.
+    """The report on a bundle, from the reports on its backends.
 
     Args:
-        bundle: that was verified.
-        reports: by backend.
-        skipped: why others did not run.
+        bundle: the verified bundle.
+        reports: reports by backend.
+        skipped: why other backends did not run.
     """
     manifest, others = bundle.manifest, bundle.unlisted()
     return Report(
@@ -224,11 +224,11 @@ def reported(bundle: Bundle, reports: dict[str, BackendReport], skipped: dict[st
 
 
 def _skipped(bundle: Bundle) -> dict[str, str]:
-    """The backends that are not verified unless they are asked for, and why: those that cannot run here, those whose
-    plan nobody vouches for, and those without a model of their own in the bundle that `auto` does not load."""
+    """The backends that are not verified unless they are named, and why: those that cannot run here, those with
+    an untrusted plan, and those without a separate model in the bundle that `auto` does not load."""
     choice = chosen_here(bundle)
     measured, dropped = (choice.milliseconds, choice.dropped) if choice is not None else ({}, {})
-    unknown = "it was not held to the budget on this machine when the bundle was deployed; verify it by name"
+    unknown = "it was not checked against the budget on this machine when the bundle was deployed; verify it by name"
     skipped = {}
     for name in BACKENDS:
         if (reason := why_not_unasked(bundle, name)) is not None:
@@ -239,59 +239,59 @@ def _skipped(bundle: Bundle) -> dict[str, str]:
 
 
 def _warnings(manifest: Manifest, reports: Mapping[str, BackendReport]) -> list[str]:
-    """What eager's own precision does to the model, by the ordinary cases."""
+    """Problems that eager's own precision causes in the model, from the ordinary cases."""
     ordinary = {case.name for case in every_case(manifest) if case.is_ordinary}
     every = [c for report in reports.values() for c in report.comparisons if c.case in ordinary]
     precision, warnings = precision_named(manifest.precision), []
     if manifest.decoding is not None and not any(case.caches for case in every_case(manifest)):
         warnings.append(
-            "what the caches hold is not compared, only the answers behind them, for the bundle keeps nothing to "
-            "compare it with; deploy the model again"
+            "the contents of caches are not compared, only the outputs after them, because the bundle stores no "
+            "reference for them; deploy the model again"
         )
-    remedy = "attnforge diagnose says where it begins, and deploy --precision auto what has to stay fp32"
+    remedy = "attnforge diagnose says where it begins, and deploy --precision auto keeps in fp32 what needs it"
     if lost := next((c for c in every if c.overflowed), None):
         warnings.append(
-            f"{precision.name} does not hold this model: in {lost.case}, eager has NaN or infinity at "
-            f"{lost.overflowed} places of {lost.output} where float64 has numbers; {remedy}"
+            f"{precision.name} overflows: in {lost.case}, eager has NaN or infinity at {lost.overflowed} positions of "
+            f"{lost.output} where float64 has numbers; {remedy}"
         )
     poor = max(every, key=lambda c: c.eager_error, default=None)
     is_its_own = manifest.eager_precision == precision.name and manifest.quantised is None
     if poor is not None and poor.eager_error > FAR_OFF * precision.floor and is_its_own:
         warnings.append(
             f"{precision.name} drifts: in {poor.case}, eager itself is {scientific(poor.eager_error)} off float64 in "
-            f"{poor.output}, and a backend may be twice that; {remedy}"
+            f"{poor.output}, and a backend may be twice as far off; {remedy}"
         )
     return warnings
 
 
 def every_case(manifest: Manifest) -> list[Case]:
-    """The reference cases, and of a decoder those that only steps reach."""
+    """The reference cases, including those of a decoder that only steps reach."""
     return [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]
 
 
 def _compared(manifest: Manifest, case: Case) -> list[str]:
-    """The names of what is compared in a case: outputs, and where they are kept, caches."""
+    """The names of the arrays compared in a case: outputs and, if they are stored, caches."""
     caches = manifest.decoding.tensors if case.caches and manifest.decoding is not None else []
     return [spec.name for spec in (*manifest.outputs, *caches)]
 
 
 def _in_int8(manifest: Manifest) -> list[TensorSpec]:
-    """The caches in int8, where caches are compared."""
+    """The int8 caches, if caches are compared."""
     compared = manifest.decoding is not None and any(case.caches for case in every_case(manifest))
     return [s for s in manifest.decoding.tensors if s.dtype == "int8"] if compared and manifest.decoding else []
 
 
 def _check_scale(bundle: Bundle, spec: TensorSpec, stored: Mapping[str, Array]) -> None:
-    """Check the scale of a cache in int8.
+    """Check the scale of an int8 cache.
 
     Raises:
-        BundleError: it is none.
+        BundleError: it is invalid.
     """
     scale, shape = stored[reference.scale_key(spec.name)], (spec.dims[1], 1, spec.dims[3])
     if scale.shape != shape or scale.dtype != np.float32 or not (np.isfinite(scale) & (scale > 0)).all():
         raise BundleError(
-            f"{bundle.path / REFERENCE_OUTPUTS} has a scale of {spec.name} that is not float32{list(shape)} above "
-            "zero; deploy the model again"
+            f"{bundle.path / REFERENCE_OUTPUTS} has a scale of {spec.name} that is not positive float32{list(shape)}; "
+            "deploy the model again"
         )
 
 
@@ -300,13 +300,13 @@ def _check_scale(bundle: Bundle, spec: TensorSpec, stored: Mapping[str, Array]) 
 
 @dataclass(frozen=True)
 class References:
-    """What cases are run on and held to.
+    """The inputs of cases and the outputs that they are checked against.
 
     Attributes:
         inputs: the inputs that cannot be made from a seed: the example's by name, real data's by
             :func:`~attnforge.runtime.cases.data_key`.
-        outputs: eager's and float64's outputs by :func:`~attnforge.runtime.cases.key`; of large outputs, the kept
-            numbers, and sums under the same key with `/blocks` behind it.
+        outputs: eager's and float64's outputs by :func:`~attnforge.runtime.cases.key`; for large outputs, the stored
+            elements, and sums under the same key with `/blocks` appended.
     """
 
     inputs: Mapping[str, Array]
@@ -314,7 +314,7 @@ class References:
 
     @classmethod
     def of(cls, bundle: Bundle) -> References:
-        """What a bundle keeps.
+        """The references that a bundle stores.
 
         Raises:
             BundleError: a file is missing or altered.
@@ -342,22 +342,22 @@ def hold(
     scores: MeasuredMetric | None = None,
     schedules: Mapping[str, Run] | None = None,
 ) -> BackendReport:
-    """Hold whatever runs a bundle's model to the parity budget.
+    """Check anything that runs a bundle's model against the parity budget.
 
     Args:
-        bundle: whose model it is.
-        backend: the name, which decides the budget's precision. Outputs of `eager` may also have the dtype of the
-            bundle's precision, because a bundle that chose its precisions may have others.
+        bundle: the bundle of the model.
+        backend: name of the backend, which determines the budget's precision. Outputs of `eager` may also have the
+            dtype of the bundle's precision, because a bundle that chose its precisions may have others.
         run: runs the model on one case's inputs.
-        cases: the cases to run, by default the bundle's. Without any, nothing is proven and the report does not pass.
-        references: what the cases are held to, by default what the bundle keeps.
+        cases: the cases to run, by default the bundle's. Without any, nothing is proved and the report does not pass.
+        references: the references to check against, by default those that the bundle stores.
         scores: a metric to measure over the cases of real data.
-        schedules: runs of a decoder, by the order in which it is given the tokens; each has to give what the whole
-            model gives at once, on the cases of :func:`_by_schedules`.
+        schedules: runs of a decoder, by the schedule with which it receives the tokens; each must give the outputs of
+            the whole model, on the cases of :func:`_by_schedules`.
     """
     manifest = bundle.manifest
     proving = [case for case in cases or manifest.cases if case.is_ordinary]
-    if cases is not None and not proving:  # a caller that tries hard inputs alone
+    if cases is not None and not proving:  # the caller only tries hard inputs
         proving = list(cases)
     cases = manifest.cases if cases is None else cases
     references = references or References.of(bundle)
@@ -382,9 +382,9 @@ def hold(
 def _by_schedules(
     bundle: Bundle, backend: str, schedules: Mapping[str, Run], cases: Iterable[Case], references: References
 ) -> Iterator[Comparison]:
-    """The comparisons of a decoder that is given the tokens in several orders: all orders on the example and on prime
-    sizes, one token after another on the largest sizes, and that and in pieces up to the last place of the caches.
-    Caches are compared as well, in the cases of which the bundle keeps what they are to hold."""
+    """The comparisons of a decoder that receives the tokens by several schedules: all schedules on the example and on
+    prime sizes, token by token on the largest sizes, and that and in pieces up to the caches' capacity. Caches are
+    compared as well, in the cases for which the bundle stores their expected contents."""
     manifest, every = bundle.manifest, list(schedules)
     wanted = dict.fromkeys(reference.STEPPED, every)
     wanted |= {reference.LARGEST: every[:1], reference.WHOLE_CACHE: every[:2]}
@@ -403,20 +403,20 @@ def _by_schedules(
 
 
 CACHES = "caches"
-"""The name under which all caches of a decoder are reported that hold what they are to hold."""
+"""The name under which all caches of a decoder that match their expected contents are reported."""
 
 
 def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Comparison]:
-    """The comparisons of a decoder's caches: every one that fails, else the one that is closest to its budget."""
+    """The comparisons of a decoder's caches: all that fail, or else the one that is closest to its budget."""
     decoding = judged.manifest.decoding
     if decoding is None or not judged.case.caches:
         return []
     every = []
     for spec in decoding.tensors:
-        held = results[spec.name]
+        cache = results[spec.name]
         if spec.dtype == "int8":
-            held = held * judged.outputs[reference.scale_key(spec.name)]
-        every.append(judged.kept(spec.name, held, None))  # what outputs may err by says nothing of keys
+            cache = cache * judged.outputs[reference.scale_key(spec.name)]
+        every.append(judged.kept(spec.name, cache, None))  # the error allowed to outputs does not apply to keys
     if failed := [comparison for comparison in every if not comparison.passed]:
         return failed
     closest = max(every, key=lambda c: c.error / c.budget)
@@ -425,16 +425,16 @@ def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Com
 
 
 def unproved(manifest: Manifest, cases: Sequence[Case], references: References) -> str | None:
-    """Why nothing is proved of some output, whatever a backend answers: it has no finite number in these cases, or on
-    ordinary inputs eager itself is far off float64, and a backend may err twice as much. The median of these decides: a
-    small output may be near zero by chance, and masks that hide everything are no ordinary inputs. What chosen
-    precisions and quantising may cost was asked for by name, and bounds the budget.
+    """Why nothing is proved for some output, whatever a backend's result: it has no finite element in these cases, or
+    on ordinary inputs eager itself is far from float64, and a backend's error may be twice as large. The median of
+    these decides: a small output may be near zero by chance, and masks that hide everything are not ordinary inputs.
+    The error of chosen precisions and quantising was asked for explicitly, and limits the budget.
 
     Args:
-        manifest: of the bundle; whoever deployed it may have asked for another limit than
+        manifest: the bundle's manifest; its author may have set another limit than
             :data:`~attnforge.runtime.parity.budget.UNPROVED`.
-        cases: that are to prove something.
-        references: what eager and float64 answered.
+        cases: the cases that are to prove something.
+        references: the outputs of eager and float64.
     """
     if not cases:
         return "nothing is proved: there is no ordinary case"
@@ -448,22 +448,22 @@ def unproved(manifest: Manifest, cases: Sequence[Case], references: References) 
         truths = [truth for _, truth in pairs if truth.size]
         if truths and not any((np.abs(truth) <= precision.largest).any() for truth in truths):
             return (
-                f"nothing is proved: {spec.name} has no number that {precision.name} holds in any ordinary case, in "
-                "float64 either; look for NaN and infinity in the weights and in the example"
+                f"nothing is proved: {spec.name} has no number in the range of {precision.name} in any ordinary case, "
+                "not even in float64; look for NaN and infinity in the weights and in the example"
             )
         usual = [case.is_ordinary and case.masks == "random" and not has_own_limit for case in cases]
         errors = [_eager_error(*pair) for pair, counts in zip(pairs, usual, strict=True) if counts and pair[1].size]
         if errors and (error := statistics.median(errors)) > limit:
             return (
                 f"nothing is proved: eager at {precision.name} is itself {scientific(error)} off float64 in "
-                f"{spec.name}, in the median of ordinary cases, where {limit:g} is allowed (max_eager_error, "
+                f"{spec.name}, in the median of ordinary cases, with {limit:g} allowed (max_eager_error, "
                 "--max-eager-error)"
             )
     return None
 
 
 def _eager_error(eager: Array, truth: Array) -> float:
-    """The relative error of eager's finite numbers; of whole numbers the share that differs."""
+    """The relative error of eager's finite elements; for integers the share that differs."""
     if not is_floating(eager):
         return float((eager != truth).mean())
     finite = np.isfinite(eager) & np.isfinite(truth)
@@ -497,7 +497,7 @@ def _report(
 
 @dataclass(frozen=True)
 class _CaseOnBackend:
-    """One case of a backend, whose outputs are judged one by one."""
+    """One case on one backend, whose outputs are judged one by one."""
 
     manifest: Manifest
     backend: str
@@ -513,57 +513,57 @@ class _CaseOnBackend:
 
         Args:
             spec: the output.
-            shape: that it has to have; None where the inputs' sizes do not decide it.
-            array: what the backend answered.
+            shape: the required shape; None if the inputs' sizes do not determine it.
+            array: the backend's output.
         """
         dtypes = [spec.dtype]
         if self.backend == "eager":
             dtypes.append(precision_named(self.manifest.precision).dtype.name)
         if (shape is not None and array.shape != shape) or array.dtype.name not in dtypes:
-            is_, was = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
-            return incomparable(self.case, spec.name, self.precision, f"it is {is_}, and has to be {was}")
+            actual, expected = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
+            return incomparable(self.case, spec.name, self.precision, f"it is {actual} and must be {expected}")
         return self.kept(spec.name, array, Allowed.by(self.manifest))
 
     def kept(self, output: str, array: Array, allowed: Allowed | None) -> Comparison:
-        """The comparison of the numbers that the bundle keeps of an output or a cache, and of the sums of others.
+        """The comparison of the elements that the bundle stores of an output or a cache, and of the sums of the others.
 
         Args:
             output: its name.
-            array: of any floating-point type; what a cache holds of all tokens.
-            allowed: what a deployment that chose its precisions may err by.
+            array: of any floating-point type; for a cache, its contents for all tokens.
+            allowed: the error that a deployment that chose its precisions may have.
         """
         comparison = self._against(output, reference.sampled(array, self.case), allowed)
-        _place(comparison, self.case, array.shape)
+        _locate(comparison, self.case, array.shape)
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
         if sums is not None and not (summed := self._against(output, sums, allowed, "/blocks")).passed:
             first = summed.worst.index[0] * reference.BLOCK if summed.worst is not None else 0
             numbers = f"{first} to {first + reference.BLOCK - 1}"
             comparison.passed = False
-            comparison.reason = f"among the numbers {numbers}, by their signed sum: {summed.reason}"
+            comparison.reason = f"among elements {numbers}, by their signed sum: {summed.reason}"
         return comparison
 
     def _against(self, output: str, got: Array, allowed: Allowed | None, suffix: str = "") -> Comparison:
-        """The comparison of an output's kept numbers, or of its sums, with what the reference keeps of them."""
+        """The comparison of an output's stored elements, or of its sums, with those of the reference."""
         case, precision = self.case, self.precision
 
         def key(which: str) -> str:
             return reference.key(case, output, which) + suffix
 
         eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
-        yardstick = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
-        return judge(case, output, got, eager, truth, precision, yardstick, allowed)
+        baseline = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
+        return judge(case, output, got, eager, truth, precision, baseline, allowed)
 
 
-def _place(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:
-    """Turn the worst element's place among the compared numbers into its index in the whole output."""
+def _locate(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:
+    """Convert the worst element's index among the compared elements to its index in the whole output."""
     if comparison.worst is not None and comparison.worst.index:
-        places = reference.places(int(np.prod(shape)), case)
-        place = comparison.worst.index[0] if places is None else int(places[comparison.worst.index[0]])
-        comparison.worst.index = [int(i) for i in np.unravel_index(place, shape)]
+        indices = reference.stored_indices(int(np.prod(shape)), case)
+        index = comparison.worst.index[0] if indices is None else int(indices[comparison.worst.index[0]])
+        comparison.worst.index = [int(i) for i in np.unravel_index(index, shape)]
 
 
 def stored_inputs(bundle: Bundle) -> dict[str, Array]:
-    """The inputs that a model was deployed with, in the dtypes of the model: the example's by name, real data's by
+    """The inputs that a model was deployed with, in the model's dtypes: the example's by name, real data's by
     :func:`~attnforge.runtime.cases.data_key`.
 
     Raises:
@@ -583,7 +583,7 @@ def stored_inputs(bundle: Bundle) -> dict[str, Array]:
 
 
 def check_keys(bundle: Bundle, name: str, stored: Mapping[str, Array], wanted: Iterable[str]) -> None:
-    """Check that a file of the bundle holds every array that the manifest's cases need.
+    """Check that a file of the bundle contains every array that the manifest's cases need.
 
     Raises:
         BundleError: it lacks one.

@@ -319,7 +319,7 @@ BRANCHES = "then_branch = a () => (float[n] u) { u = Identity(x) }, else_branch 
         ("", "com.microsoft.FastGelu(x)", "com.microsoft::FastGelu is no standard operator"),
         ("float[1,4,n] w, float[1,4,4] r", "LSTM<hidden_size=1>(x, w, r)", "no rule for LSTM"),
         ("int32[n,2] i", "MatMul(i, i)", "a product of int32"),
-        ("float[2,2] i", 'Einsum<equation = "ab,bc,cd->ad">(i, i, i)', "an Einsum of other than two operands"),
+        ("float[2,2] i", 'Einsum<equation = "ab,bc,cd->ad">(i, i, i)', "an Einsum that does not have two operands"),
         ("float[unknown] u", "Neg(u)", "the shape [unknown] of 'y' is not known"),
         ("float[1,n,8] q", "Attention<q_num_heads=2, kv_num_heads=2>(q, q, q)", "an Attention that is not canonical"),
         ("float[n] u", 'ScatterElements<reduction = "add">(x, i, u)', "no rule for ScatterElements"),

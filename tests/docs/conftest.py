@@ -1,4 +1,4 @@
-"""What the tests of pages and examples share: the cache, as the pages of one reader would."""
+"""A shared deploy cache for the tests of pages and examples."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from attnforge.cache import VARIABLE
 
 @pytest.fixture(autouse=True)
 def one_cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same model on another page is not made anew."""
+    """Deploy a model only once, even if several pages deploy it."""
     monkeypatch.setenv(VARIABLE, str(shared / "cache"))

@@ -1,17 +1,17 @@
-"""The code blocks of README.md and docs/, run by sybil: those of one page in order, in one namespace and folder.
+"""Run the code blocks of README.md and docs/ with sybil: those of one page in order, in one namespace and folder.
 
-| block | what is done with it |
+| block | how it is tested |
 |---|---|
-| `python` | run |
-| `sh` | every command is run and must exit with 0; `attnforge` runs in this process, all else in a shell |
-| `console` | the lines after `$` are run, and what they print is compared with the lines below them |
-| `output` | compared with what the Python block before it printed |
-| `text`, `toml` | neither code nor output: diagrams, configuration |
+| `python` | is run |
+| `sh` | every command is run and must exit with 0; `attnforge` runs in this process, everything else in a shell |
+| `console` | the lines after `$` are run, and their output is compared with the lines below them |
+| `output` | is compared with the output of the Python block before it |
+| `text`, `toml` | is not tested: diagrams, configuration |
 
-A comparison ignores white space. `...` stands for anything, and a decimal number (1.8e-07, 12.5) for any decimal
-number, since machines differ in those; words and whole numbers have to be right. A console block whose last command
-fails says so with `# exits with 1` behind the command. `<!-- skip: next "why" -->` leaves a block out;
-test_pages.py lists every one that does.
+Comparisons ignore white space. `...` matches anything, and a decimal number (1.8e-07, 12.5) matches any decimal
+number, since these depend on the machine; words and integers must match. A console block whose last command
+fails has `# exits with 1` after the command. `<!-- skip: next "why" -->` skips a block;
+test_pages.py lists the skipped blocks.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ DECIMAL = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?![\w.])
 
 
 def run_page(page: str) -> list[str]:
-    """Run the blocks of a page, in the working directory.
+    """Run the blocks of a page in the working directory.
 
     Returns:
-        why each block that was left out was left out.
+        the reason for each skipped block.
 
     Raises:
-        AssertionError: a command failed, or an output is not the one shown.
+        AssertionError: a command failed, or an output differs from the one shown.
     """
     document = Sybil(
         parsers=[
@@ -70,10 +70,10 @@ def run_page(page: str) -> list[str]:
 
 
 def languages(page: str) -> list[str]:
-    """The language of every fenced block of a page, in order; empty where a block has none."""
+    """Return the language of every fenced block of a page, in order, or an empty string for a block without one."""
     fences = re.findall(r"^ *```(.*)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(fences) % 2 == 0, f"{page}: a block is not closed"
-    return [opening.split(" ")[0] for opening in fences[::2]]
+    return [fence.split(" ")[0] for fence in fences[::2]]
 
 
 def _run_python(example: Example) -> None:
@@ -96,19 +96,19 @@ def _run_shell(example: Example) -> None:
 
 def _run_console(example: Example) -> None:
     parts = re.split(r"^\$ ", str(example.parsed), flags=re.MULTILINE)
-    assert not parts[0].strip(), f"{_place(example)}: output before the first command"
+    assert not parts[0].strip(), f"{_location(example)}: output before the first command"
     for part in parts[1:]:
         command, _, shown = part.partition("\n")
         _compare(example, _run(example, command), shown)
 
 
 def _run(example: Example, command: str) -> str:
-    """What a command prints, on both streams; it must exit as it says it does, with 0 where it says nothing."""
-    expected = int(said.group(1)) if (said := EXITS.search(command)) else 0
+    """Run a command and return its output on both streams; its exit code must be the annotated one, by default 0."""
+    expected = int(annotation.group(1)) if (annotation := EXITS.search(command)) else 0
     words = shlex.split(command, comments=True)
     alone = words[0] == "attnforge" and not SHELL & set(words)
     code, printed = _run_attnforge(words) if alone else _run_in_shell(command)
-    assert code == expected, f"{_place(example)}: {command!r} exited with {code}:\n{printed}"
+    assert code == expected, f"{_location(example)}: {command!r} exited with {code}:\n{printed}"
     return printed
 
 
@@ -134,7 +134,7 @@ def _run_in_shell(command: str) -> tuple[int, str]:
 
 
 def _commands(block: str) -> Iterator[str]:
-    """The commands of a block: one a line, but for continued lines and here-documents."""
+    """Yield the commands of a block: one per line, except for continued lines and here-documents."""
     lines = iter(block.splitlines())
     for line in lines:
         command = line
@@ -152,7 +152,7 @@ def _commands(block: str) -> Iterator[str]:
 def _compare(example: Example, printed: str, shown: str) -> None:
     pattern = r"\s+".join(_as_pattern(word) for word in shown.split())
     assert re.fullmatch(rf"\s*{pattern}\s*", printed, flags=re.DOTALL), (
-        f"{_place(example)}: printed is\n{printed}\nand shown is\n{shown}"
+        f"{_location(example)}: printed:\n{printed}\nshown:\n{shown}"
     )
 
 
@@ -163,5 +163,5 @@ def _as_pattern(word: str) -> str:
     return "".join(".*" if part == "..." else NUMBER if DECIMAL.fullmatch(part) else re.escape(part) for part in parts)
 
 
-def _place(example: Example) -> str:
+def _location(example: Example) -> str:
     return f"{example.path}:{example.line}"

@@ -1,5 +1,5 @@
-"""The scripts of examples/ run as a reader would run them: what needs no torch in a process of its own, the others in
-this one, where torch is there already."""
+"""The scripts of examples/ run as a reader would run them. The one that needs no torch runs in a separate process, the
+others in this process, which has imported torch already."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.export import Dim
 import attnforge
 from tests.docs.pages import ROOT
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's exporter
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch's exporter
 
 SCRIPTS = {
     "own_module.py": ((), "1 of 1 sites canonical"),
@@ -29,7 +29,7 @@ SCRIPTS = {
     "ray_batch.py": ((".", "300"), "300 tiles, equal to one Session's to the bit"),
     "ray_serve.py": ((".", "100", "PORT"), "over HTTP, the first digit is a 0"),
 }
-"""What each script is given, and what it has to print."""
+"""The arguments of each script, and what it must print."""
 
 WITHOUT_TORCH = "serving_loop.py"
 
@@ -41,7 +41,7 @@ together = pytest.mark.xdist_group("examples")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where an ONNX file and a bundle lie."""
+    """A folder with an ONNX file and a bundle."""
     path = tmp_path_factory.mktemp("examples")
     module, args = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval(), (torch.randn(2, 8, 32),)
     sizes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=1, max=16)},)
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_script_is_tried() -> None:
+def test_every_script_is_tested() -> None:
     assert {file.name for file in (ROOT / "examples").glob("*.py")} == set(SCRIPTS)
 
 
@@ -68,7 +68,7 @@ def test_the_example_runs(
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", sorted(WITH_RAY))
-def test_the_example_of_ray_runs(
+def test_the_ray_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_example(name, tmp_path, monkeypatch)
@@ -76,7 +76,7 @@ def test_the_example_of_ray_runs(
 
 
 def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a script in a folder; it leaves by an exception where it fails."""
+    """Run a script in a folder; a failure raises an exception."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [name, *(free_port() if word == "PORT" else word for word in SCRIPTS[name][0])])
     with torch.random.fork_rng(devices=[]):

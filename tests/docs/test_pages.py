@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs, and prints what is shown beside it: see :mod:`tests.docs.pages`."""
+"""Every code block of README.md and docs/ runs, and prints the output shown: see :mod:`tests.docs.pages`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOT_RUN: dict[str, list[str]] = {
     "docs/guides/ray.md": ["it asks the server of a cluster"],
     "docs/guides/triton.md": ["it starts a server", "it asks a server"],
 }
-"""The blocks that the tests leave out, and why; each says so in the page, too."""
+"""The blocks that the tests skip, with the reason that the page gives."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that is the working directory, from which modules can be imported as a shell's Python would."""
+    """A working directory from which modules can be imported, as with Python in a shell."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "100")
@@ -40,7 +40,7 @@ RAY_PAGE = "docs/guides/ray.md"
 
 @pytest.fixture
 def without_proxy(ray_cluster: None) -> Iterator[None]:
-    """A cluster whose Serve listens at no port."""
+    """A cluster in which Serve listens on no port."""
     serve.start(proxy_location="Disabled")
     yield
     serve.shutdown()
@@ -49,7 +49,7 @@ def without_proxy(ray_cluster: None) -> Iterator[None]:
 @pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("without_proxy")
 @pytest.mark.filterwarnings("ignore")
-def test_every_block_of_the_page_of_ray_runs(folder: Path) -> None:
+def test_every_block_of_the_ray_page_runs(folder: Path) -> None:
     assert run_page(RAY_PAGE) == NOT_RUN[RAY_PAGE]
 
 
@@ -62,8 +62,8 @@ def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_is(page: str) -> None:
-    """A block in a language that is not known here would not be run."""
+def test_every_block_has_a_known_language(page: str) -> None:
+    """A block in an unknown language would not be tested."""
     assert set(languages(page)) <= LANGUAGES
 
 
@@ -72,14 +72,14 @@ def test_the_readme_is_one_page() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
-def test_every_file_that_is_named_is_there(page: str) -> None:
-    """Paths of this repository in the text, so that prose follows files that move."""
+def test_every_file_that_is_named_exists(page: str) -> None:
+    """The paths of this repository in the text exist, so that the text follows files that move."""
     rooms = "attnforge|benchmarks|docs|examples|export|model|runtime|serving|tests"
     named = set(re.findall(rf"`((?:{rooms})/[\w./-]*\w/?)`", (ROOT / page).read_text(encoding="utf-8")))
-    left_open = {
+    placeholders = {
         "export/lowering/TARGET.py",
         "export/targets/TARGET.py",
         "runtime/backends/NAME.py",
         "benchmarks/results/gpu.json",
     }
-    assert {name for name in named - left_open if not (ROOT / name).exists()} == set()
+    assert {name for name in named - placeholders if not (ROOT / name).exists()} == set()

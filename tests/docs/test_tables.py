@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/ are those that their results files make."""
+"""The tables of README.md and docs/ match their results files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.support.faults import page as faults
 MARK = re.compile(r"<!-- ([\w-]+): from (\S+) -->")
 
 
-def test_every_table_is_what_its_results_file_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_table_matches_its_results_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for page in pages.pages(Path()):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, tmp_path / page)
-    places = pages.refresh(tmp_path)
+    tables = pages.refresh(tmp_path)
     faults.refresh(tmp_path / faults.PAGE)
     for page in pages.pages(Path()):
         assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
             "run python -m benchmarks pages"
         )
         marks = MARK.findall(page.read_text(encoding="utf-8"))
-        assert {name for name, _ in marks} <= {name for name, _ in places} | {"faults"}
-    assert {file for _, file in places} == {*RESULTS.glob("*.json")} - {RESULTS / "gpu.json"}
+        assert {name for name, _ in marks} <= {name for name, _ in tables} | {"faults"}
+    assert {file for _, file in tables} == {*RESULTS.glob("*.json")} - {RESULTS / "gpu.json"}

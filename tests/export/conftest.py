@@ -1,4 +1,4 @@
-"""What the tests of export share: the models that break on purpose, and the healthy one, deployed once for all."""
+"""Fixtures shared by the export tests: the deliberately broken models and the healthy one, each deployed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.broken import BROKEN, healthy, made
 from tests.support.session import once
 
 DeployBroken = Callable[[str, str], Bundle]
-"""A model of `BROKEN`, or `healthy`, by name and precision, deployed. To alter it, take a copy."""
+"""Deploys a model of `BROKEN`, or `healthy`, given name and precision. To alter the bundle, copy it."""
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""verify, diagnose and precision="auto" on models that are awkward: outputs that are no floats, inputs without dims,
-weights as outputs, masks of a type of their own, operators that ONNX Runtime does not compute in double."""
+"""verify, diagnose and precision="auto" on awkward models: outputs that are not floats, inputs without dims, weights as
+outputs, masks with their own dtype, operators without a double kernel in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.pairs import pairs
 
 
 class Function(nn.Module):
-    """Attention, and a function of what comes out and of the inputs."""
+    """Attention, and a function of its output and of the inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize(("name", "precision"), pairs([*AWKWARD], ["fp32", "auto"]))
 def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_path: Path) -> None:
-    """Each in fp32 or in `auto`, which exports fp32 first; what `auto` chooses is for `precision/test_auto.py`."""
+    """Each in fp32 or in `auto`, which exports fp32 first; `precision/test_auto.py` tests what `auto` chooses."""
     function, more = AWKWARD[name]
     bundle = deployed(function, tmp_path / "b", precision, *more)
     assert attnforge.verify(bundle).passed
@@ -91,7 +91,8 @@ def failing(bundle: Bundle, change: Callable[[dict[str, Any]], None]) -> list[st
     """Why a session with altered outputs does not pass."""
     with attnforge.load(bundle) as session:
         session.__class__ = type("Altered", (Wrong,), {"change": staticmethod(change)})
-        return [str(one.reason) for one in hold(session.bundle, session.backend, session.run).failures]
+        report = hold(session.bundle, session.backend, session.run)
+        return [str(failure.reason) for failure in report.failures]
 
 
 def test_indices_are_right_or_wrong(tmp_path: Path) -> None:
@@ -112,11 +113,11 @@ def test_an_output_of_another_form_fails(change: str, tmp_path: Path) -> None:
         results["output"] = y.reshape(-1) if change == "flat" else y.astype(np.float64)
 
     reason = failing(bundle, altered)[0]
-    assert "and has to be float32[2, 24, 64]" in reason
+    assert "and must be float32[2, 24, 64]" in reason
 
 
 def test_a_mask_of_its_own_type_does_not_spoil_float64(tmp_path: Path) -> None:
-    """torch's fused attention on the CPU misreads a float32 mask beside float64 queries."""
+    """torch's fused attention on the CPU misreads a float32 mask with float64 queries."""
 
     def masked(s: Function, y: Tensor) -> Tensor:
         mask = torch.full((TOKENS, TOKENS), -torch.inf).triu(1)
@@ -126,18 +127,18 @@ def test_a_mask_of_its_own_type_does_not_spoil_float64(tmp_path: Path) -> None:
     report = attnforge.verify(bundle)
     assert report.passed and report.warnings == []
     ordinary = {case.name for case in bundle.manifest.cases if case.is_ordinary}
-    for one in report.backends["onnxruntime-cpu"].comparisons:
-        assert one.case not in ordinary or one.eager_error < 1e-5
+    for comparison in report.backends["onnxruntime-cpu"].comparisons:
+        assert comparison.case not in ordinary or comparison.eager_error < 1e-5
     assert diagnose(bundle).finding.cause == "rounding"
 
 
-def test_tensors_of_a_type_of_their_own_are_said(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="have to be of its inputs' dtype"):
+def test_tensors_with_their_own_dtype_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="need the dtype of its inputs"):
         deployed(lambda s, y: y @ torch.ones(DIM, DIM), tmp_path / "b", "auto")
 
 
 class Remembers(nn.Module):
-    """Keeps what its first call made outside its buffers, as LeViT keeps the biases of its attention."""
+    """Keeps the result of its first call outside its buffers, as LeViT keeps the biases of its attention."""
 
     def __init__(self, inside: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -165,26 +166,26 @@ def test_a_module_that_was_called_before_is_deployed(grad: bool, precision: str,
     assert module.cache["cpu"] is kept and kept.dtype == torch.float32
 
 
-def test_a_module_that_keeps_tensors_out_of_sight_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_module_that_hides_tensors_is_refused_in_one_line(tmp_path: Path) -> None:
     class Box:
         def __init__(self, tensor: Tensor) -> None:
             self.tensor = tensor.detach()
 
     module, x = Remembers(Box).eval(), torch.randn(2, TOKENS, DIM)
     module(x)
-    with pytest.raises(CaptureError, match=r"^Remembers does not run in float16: .*of its inputs' dtype$"):
+    with pytest.raises(CaptureError, match=r"^Remembers does not run in float16: .*the dtype of its inputs$"):
         attnforge.deploy(module, (x,), tmp_path / "b", None, "fp16", ["onnxruntime"], tune=False)
 
 
-def test_a_reference_that_is_another_function_is_told(tmp_path: Path) -> None:
+def test_a_reference_that_is_another_function_is_found(tmp_path: Path) -> None:
     bundle = deployed(lambda s, y: y, tmp_path / "b", "fp32")
     assert diagnose(bundle).healthy
-    found = another_reference(5e-8, 0.27, bundle.manifest)
-    assert found is not None and found.cause == "reference" and "0.27" not in found.evidence.split("off")[0]
+    finding = another_reference(5e-8, 0.27, bundle.manifest)
+    assert finding is not None and finding.cause == "reference" and "0.27" not in finding.evidence.split("off")[0]
     assert another_reference(5e-8, 3e-7, bundle.manifest) is None
 
 
-def test_labels_are_one_a_sample() -> None:
+def test_there_is_one_label_per_sample() -> None:
     logits = np.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]])
     assert accuracy({"y": logits}, np.array([1, 0, 1])) == accuracy({"y": logits}, np.array([[1], [0], [1]])) == 1.0
     assert accuracy({"y": logits * np.nan}, np.array([0, 0, 0])) == 0.0, "NaN has no class"
@@ -201,9 +202,9 @@ def test_every_backend_has_its_own_score(tmp_path: Path) -> None:
     )  # fmt: skip
     negative, _ = made(lambda s, y: -y.mean(1))
     report = attnforge.verify(bundle, ["onnxruntime-cpu", "eager"], module=negative)
-    found = {name: one.metric for name, one in report.backends.items()}
-    assert found["onnxruntime-cpu"] is not None and found["onnxruntime-cpu"].value == 1.0
-    assert found["eager"] is not None and (found["eager"].value, found["eager"].samples) == (0.0, 2)
+    metrics = {name: backend.metric for name, backend in report.backends.items()}
+    assert metrics["onnxruntime-cpu"] is not None and metrics["onnxruntime-cpu"].value == 1.0
+    assert metrics["eager"] is not None and (metrics["eager"].value, metrics["eager"].samples) == (0.0, 2)
 
 
 def test_eager_of_a_bundle_that_chose_its_precisions_is_fp32(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the certificate says of masks."""
+"""Masks in the certificate."""
 
 from __future__ import annotations
 

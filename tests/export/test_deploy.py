@@ -1,5 +1,5 @@
-"""Deploys that cannot end well: too little memory, a full disk, an interruption. One line says so, what stood there
-stays, and nothing is left behind."""
+"""Deploys that fail: too little memory, a full disk, an interruption. One line reports it, existing files stay, and
+nothing is left over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def work() -> Work:
     return Work(captured.model, FP32, ["onnxruntime", "tensorrt_rtx"], True, sizes_at(captured.inputs, "max"))
 
 
-def test_what_lives_at_one_time_grows_with_the_sizes(work: Work) -> None:
+def test_live_memory_grows_with_the_sizes(work: Work) -> None:
     assert dict(work.sizes) == {"batch": 4, "tokens": 9, "pairs": 6}
     at_most = most_alive(work.model, work.sizes)
     inputs = 4 * 9 * 16 + 4 * 12 * 16 + 4 * 12 + 16
@@ -50,7 +50,7 @@ def test_what_lives_at_one_time_grows_with_the_sizes(work: Work) -> None:
     assert most_alive(work.model, {**work.sizes, "batch": 8}) == pytest.approx(2 * at_most, rel=0.02)
 
 
-def test_too_little_memory_is_said_with_what_needs_less(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_with_what_needs_less(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = work.bytes()
     monkeypatch.setattr(room, "available", lambda: needed)
     work.check()
@@ -59,7 +59,7 @@ def test_too_little_memory_is_said_with_what_needs_less(work: Work, monkeypatch:
     monkeypatch.setattr(room, "available", lambda: needed - 1)
     with pytest.raises(
         UnavailableError,
-        match=r"needs at least .* GiB of memory at batch 4, tokens 9, pairs 6, and .* are left; .*"
+        match=r"needs at least .* GiB of memory at batch 4, tokens 9, pairs 6, and .* are available; .*"
         r"--target onnxruntime \(.*dims of half the maximum",
     ) as caught:
         work.check()
@@ -80,7 +80,7 @@ def test_memory_is_checked_before_it_is_needed(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def small_files(copy: Path) -> Iterator[None]:
-    """Once the bundle is copied, no file may be larger than 10,000 bytes, as on a disk that is full."""
+    """Once the bundle is copied, no file may be larger than 10,000 bytes, as on a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
@@ -98,7 +98,7 @@ def test_a_full_disk_loses_nothing(copy: Path) -> None:
     assert contents(copy) == before and list(copy.parent.iterdir()) == [copy]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root alone mounts a small disk")
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a small disk")
 @pytest.mark.parametrize("kibibytes", [16, 160])
 def test_a_small_disk_that_fills_loses_nothing(tmp_path: Path, kibibytes: int) -> None:
     disk = tmp_path / "disk"
@@ -122,7 +122,7 @@ import signal, sys, time
 from attnforge import cli
 from attnforge.bundle import writing
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of the background is started with some ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with some signals ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def work(**options):
@@ -143,6 +143,6 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Si
         time.sleep(0.02)
         assert process.poll() is None
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == code and said.decode().split() == ["interrupted"]
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code and errors.decode().split() == ["interrupted"]
     assert list(tmp_path.iterdir()) == []

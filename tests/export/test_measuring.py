@@ -1,4 +1,4 @@
-"""What is measured beside the deploying process."""
+"""Measurements in a separate process."""
 
 from __future__ import annotations
 
@@ -57,17 +57,19 @@ def test_a_process_that_fails_leaves_no_bundle(program: str, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_process_says_is_told_apart_by_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_process_are_distinguished_by_their_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (
         """print('{"done": 1, "total": 2, "what": "openvino"}\\n{"memory": 7, "choice": null, "session": null}')"""
     )
     monkeypatch.setattr(measuring, "command", lambda *arguments: [sys.executable, "-c", program])
-    heard: list[tuple[str, float, float | None]] = []
+    steps: list[tuple[str, float, float | None]] = []
 
-    class Hears(Silent):
+    class Recorder(Silent):
         def step(self, what: str, done: float, total: float | None) -> None:
-            heard.append((what, done, total))
+            steps.append((what, done, total))
 
     manifest = attnforge.bundle.Manifest.model_construct(targets={}, children={})
-    measuring.measure(tmp_path, manifest, Hears())
-    assert heard == [("openvino", 1, 2)] and manifest.children[measuring.MEASURING].memory == 7
+    measuring.measure(tmp_path, manifest, Recorder())
+    assert steps == [("openvino", 1, 2)] and manifest.children[measuring.MEASURING].memory == 7

@@ -1,4 +1,4 @@
-"""How large the inputs of hard cases are, and how often eager's error is drawn."""
+"""The size of inputs in hard cases, and the number of draws of eager's error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAW
 
 
 class Standard(nn.Module):
-    """Inputs over their deviation, or over the square root of the mean of their squares, taken after a division."""
+    """Inputs over their standard deviation, or over their largest absolute value."""
 
     def __init__(self, squares: bool) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Standard(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_squared_on_the_way_to_extremes_stays_in_range(precision: str, tmp_path: Path) -> None:
-    """torch's deviation sums squares in a wider type, so eager bears more than an exported graph does."""
+def test_squares_on_the_way_to_extremes_stay_in_range(precision: str, tmp_path: Path) -> None:
+    """torch's deviation sums squares in a wider type, so eager can take larger inputs than an exported graph."""
     p = precision_named(precision)
     largest = {}
     for squares in (True, False):
@@ -56,7 +56,7 @@ def test_what_is_squared_on_the_way_to_extremes_stays_in_range(precision: str, t
 
 
 class Last(nn.Module):
-    """The token before a length, with ids besides."""
+    """The token before a length, from ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class Last(nn.Module):
         return picked
 
 
-def test_whole_numbers_are_such_as_the_sizes_bear(tmp_path: Path) -> None:
-    """A length of four is no length of an input of one token."""
+def test_integers_suit_the_sizes(tmp_path: Path) -> None:
+    """A length of four is not valid for an input of one token."""
     batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=16)
     args = torch.randint(0, 20, (2, 9)), torch.tensor([4, 9])
     module = Last().eval()
@@ -92,7 +92,7 @@ def test_whole_numbers_are_such_as_the_sizes_bear(tmp_path: Path) -> None:
 
 
 class Large(nn.Module):
-    """What eager bears of whole numbers: a division that it refuses, or a sine that fp32 does not hold."""
+    """Integers that eager cannot take: a division that it refuses, or a sine that fp32 cannot represent."""
 
     def __init__(self, divides: bool) -> None:
         super().__init__()
@@ -104,15 +104,15 @@ class Large(nn.Module):
 
 
 @pytest.mark.parametrize(("divides", "kept"), [(True, "integers-large"), (False, "integers-zero")])
-def test_whole_numbers_that_eager_does_not_bear_are_left_out(divides: bool, kept: str, tmp_path: Path) -> None:
+def test_integers_that_eager_cannot_take_are_left_out(divides: bool, kept: str, tmp_path: Path) -> None:
     args = torch.randn(2, 8), torch.tensor([1, 3])
     bundle = attnforge.deploy(Large(divides), args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
     cases = [case.name for case in bundle.manifest.cases if case.name.startswith("integers-")]
     assert cases == [kept]
 
 
-def test_large_lengths_are_as_large_as_the_sizes_bear(tmp_path: Path) -> None:
-    """Behind a lookup of the last token, no length is larger than there are tokens."""
+def test_large_lengths_are_as_large_as_the_sizes_allow(tmp_path: Path) -> None:
+    """For a lookup of the last token, no length may exceed the number of tokens."""
     batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=16)
     args = torch.randint(0, 20, (2, 9)), torch.tensor([4, 9])
     shapes = ({0: batch, 1: tokens}, {0: batch})
@@ -121,8 +121,8 @@ def test_large_lengths_are_as_large_as_the_sizes_bear(tmp_path: Path) -> None:
     assert large.most == large.sizes["tokens"]
 
 
-def test_whole_numbers_of_eager_are_kept_as_they_are(tmp_path: Path) -> None:
-    """In fp32, which rounds 2^24 + 1, an output that is wrong by one would be right."""
+def test_integers_from_eager_are_stored_unchanged(tmp_path: Path) -> None:
+    """fp32 rounds 2^24 + 1, so an output in fp32 that is wrong by one would pass."""
 
     class Next(nn.Module):
         def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,8 @@ class Noisy:
     """Eager is off by `error`, or by a random share of it; counts its runs by the first number of its input.
 
     Attributes:
-        size: of the output.
-        varies: whether the error does.
+        size: size of the output.
+        varies: whether the error varies.
     """
 
     precision: Precision
@@ -173,7 +173,7 @@ class Noisy:
         return write_reference(folder, self, ir.Model(ir.Graph([], [], nodes=[]), ir_version=10))
 
     def drawn(self, kind: str, cases: list[Case]) -> int:
-        """How often a case was run, again and at first."""
+        """The number of runs of a case, including the first."""
         (case,) = (case for case in cases if case.name == kind)
         first = float(make_inputs(case, self.inputs, self.example)["x"][0])
         return sum(abs(run - first) <= 0.01 * abs(first) for run in self.runs)
@@ -195,7 +195,7 @@ def test_draws_that_decide_nothing_are_not_made(tmp_path: Path) -> None:
 
 
 class Steep(Noisy):
-    """A neighbouring input has another output by far more than eager errs."""
+    """The output changes between neighbouring inputs by far more than eager's error."""
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         self.runs.append(float(inputs["x"][0]))
@@ -207,7 +207,7 @@ class Steep(Noisy):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_answer_that_is_exact_for_a_neighbouring_input_is_allowed(precision: str, tmp_path: Path) -> None:
-    """Beyond 16 bits, where eager's own draws are many and none was seen to need it."""
+    """Only beyond 16 bits: with them, eager's own draws are many and no case was seen to need it."""
     error = 2 * precision_named(precision).floor
     cases = Steep(precision_named(precision), 2048, error, varies=False).written(tmp_path)
     spread = next(case.spread["y"] for case in cases if case.name == "scaled-16")
@@ -229,7 +229,7 @@ def test_a_handful_of_numbers_is_drawn_on_ordinary_inputs(size: int, drawn: int,
     assert (spread > 7 * floor) == (drawn > 0)
 
 
-def test_a_handful_of_numbers_near_zero_by_chance_has_the_floor_of_the_usual_size(tmp_path: Path) -> None:
+def test_a_handful_of_elements_near_zero_by_chance_gets_the_floor_of_the_usual_size(tmp_path: Path) -> None:
     floor = precision_named("fp32").floor
     sizes: dict[tuple[int, str], float] = {}
     spreads: dict[tuple[int, str], tuple[float, float]] = {}
@@ -252,7 +252,7 @@ def test_a_handful_of_numbers_near_zero_by_chance_has_the_floor_of_the_usual_siz
 
 @pytest.mark.parametrize(("factor", "widened"), [(1 / 40, True), (1 / 2000, False)])
 def test_on_hard_inputs_too_a_handful_may_be_near_zero_by_chance(factor: float, widened: bool) -> None:
-    """As a score of two normalised vectors, which denormal inputs do not make small."""
+    """Like a score of two normalised vectors, which denormal inputs do not make small."""
     floor, few = precision_named("fp32").floor, _FewNumbers()
     truth = np.full(1, 1.0)
     usual, hard = (Case(name=kind, sizes={}, kind=kind, seed=1) for kind in ("normal", "denormal"))

@@ -1,5 +1,5 @@
-"""What no backend computes right, what nothing proves and what is random is not deployed: the exporter's faults, small
-numbers that it drops, dropout that is left on, and an eager that is far off itself."""
+"""Models that no backend computes correctly, of which nothing is proved, or that are random, are not deployed: the
+exporter's faults, small numbers that it drops, dropout that is left on, and an eager that is far off itself."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ WITH_A_SMALL_NUMBER: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = 
 @pytest.mark.parametrize("operator", WITH_A_SMALL_NUMBER)
 @pytest.mark.parametrize("number", SMALL)
 def test_a_small_number_is_exported(operator: str, number: float) -> None:
-    """onnxscript takes numbers within 1e-8 of 0 for 0: the exporter drops the epsilon of a norm."""
+    """onnxscript takes numbers within 1e-8 of 0 for 0: the exporter would drop the epsilon of a norm."""
     captured = capture(Function(WITH_A_SMALL_NUMBER[operator](number)).eval(), (X,), None, FP32)
     assert departure(captured) is None
     assert np.isfinite(captured.exact(captured.example)["output"]).all()
@@ -78,14 +78,14 @@ def test_a_small_number_is_exported(operator: str, number: float) -> None:
 
 @pytest.mark.parametrize("factor", [1 + 2e-7, 1 + 1e-6, 1 - 1e-6])
 def test_a_factor_that_is_nearly_one_is_exported(factor: float) -> None:
-    """And numbers within 1e-5 of 1 for 1."""
+    """onnxscript also takes numbers within 1e-5 of 1 for 1."""
     for function in (lambda x: x * factor, lambda x: x / factor, lambda x: torch.add(x, x, alpha=factor)):
         captured = capture(Function(function).eval(), (X,), None, FP32)
         assert any(node.op_type in ("Mul", "Div") for node in captured.model.graph)
         assert departure(captured) is None
 
 
-def test_what_changes_nothing_is_still_left_out() -> None:
+def test_operators_without_effect_are_still_left_out() -> None:
     captured = capture(Function(lambda x: ((x + 0) * 1 - 0) / 1 + x).eval(), (X,), None, FP32)
     assert [node.op_type for node in captured.model.graph] == ["Add"]
 
@@ -136,7 +136,7 @@ def test_a_random_module_is_refused(module: nn.Module, tmp_path: Path) -> None:
 
 
 class Counts(nn.Module):
-    """Answers by how often it was called."""
+    """Its output depends on how many times it was called."""
 
     calls = 0
 
@@ -145,8 +145,8 @@ class Counts(nn.Module):
         return x * self.calls
 
 
-def test_a_module_that_remembers_is_refused() -> None:
-    with pytest.raises(CaptureError, match="keeps something from call to call"):
+def test_a_module_with_state_is_refused() -> None:
+    with pytest.raises(CaptureError, match="keeps state between calls"):
         capture(Counts().eval(), (X,), None, FP32)
 
 
@@ -171,7 +171,7 @@ def test_a_user_may_ask_for_another_limit(tmp_path: Path) -> None:
         deployed(lambda x: x, tmp_path / "c", max_eager_error=0.0)
 
 
-def test_what_proves_nothing_does_not_verify(tmp_path: Path) -> None:
+def test_a_bundle_that_proves_nothing_does_not_verify(tmp_path: Path) -> None:
     bundle = deployed(lambda x: torch.sin(1e9 * x), tmp_path / "b", keep_wrong=True)
     report = verify(bundle)
     assert not report.passed
@@ -179,16 +179,16 @@ def test_what_proves_nothing_does_not_verify(tmp_path: Path) -> None:
 
 
 def test_few_numbers_that_are_nearly_zero_by_chance_are_proved_together(tmp_path: Path) -> None:
-    """A mean of 96 numbers is near zero now and then, and eager's relative error is then large."""
+    """A mean of 96 numbers is sometimes near zero, and eager's relative error is then large."""
     assert verify(deployed(lambda x: x.mean(), tmp_path / "b", "bf16")).passed
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- wrong bundles ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def sigmoid_for_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exporter that takes one for the other."""
+    """An exporter that writes Sigmoid for Tanh."""
     right = repair.optimise
 
     def wrong(model: ir.Model) -> None:
@@ -201,17 +201,17 @@ def sigmoid_for_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sigmoid_for_tanh")
-def test_what_the_export_does_not_show_the_backends_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bundle of an earlier version, whose export nobody compared, is diagnosed by what its graph gives in float64."""
+def test_backends_show_what_the_export_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle of an earlier version, whose export was not compared, is diagnosed from its graph in float64."""
     monkeypatch.setattr("attnforge.export.deploy.departure", lambda source: None)
-    with pytest.raises(WrongError, match=r"onnxruntime-cpu: it missed .* the exporter wrote another function"):
+    with pytest.raises(WrongError, match=r"onnxruntime-cpu: it missed .* the exporter wrote a different function"):
         deployed(torch.tanh, tmp_path / "b")
     bundle = deployed(torch.tanh, tmp_path / "b", keep_wrong=True)
     assert bundle.manifest.wrong is not None and bundle.manifest.wrong.cause == "export"
 
 
 @pytest.mark.usefixtures("sigmoid_for_tanh")
-def test_a_wrong_deploy_is_kept_only_by_name(tmp_path: Path, caplog: Any) -> None:
+def test_a_wrong_deploy_is_kept_only_on_request(tmp_path: Path, caplog: Any) -> None:
     with pytest.raises(WrongError, match=r"aten\.tanh\.default output: .* the graph Sigmoid"):
         deployed(torch.tanh, tmp_path / "b")
     assert not (tmp_path / "b").exists()
@@ -256,8 +256,8 @@ def test_the_command_line_exits_with_1(
     assert code("verify", "b") == 1
 
 
-def test_the_choice_of_a_backend_passes_over_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two targets one is wrong: the bundle is written, and `auto` goes by the other."""
+def test_the_choice_of_a_backend_skips_wrong_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two targets is wrong: the bundle is written, and `auto` uses the other."""
     real, asked = why_unavailable, ["onnxruntime-cpu", "onnxruntime-cuda"]
     monkeypatch.setattr(checking, "why_unavailable", lambda b, name: None if name in asked else real(b, name))
     monkeypatch.setattr(checking, "why_dropped", lambda *_: {"onnxruntime-cuda": "it is wrong"})
@@ -275,18 +275,18 @@ def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> No
     assert verdict.is_good, verdict
 
 
-def test_sizes_that_are_frozen_show_at_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A size of the example in place of the input's own is right on the example alone."""
+def test_frozen_sizes_show_at_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size of the example instead of the input's own is right only on the example."""
     right = repair.optimise
 
     def frozen(model: ir.Model) -> None:
         right(model)
         node = next(node for node in model.graph if node.op_type == "Mul")
-        other = next(value for value in node.inputs if value is not model.graph.inputs[0])
-        assert other is not None
+        operand = next(value for value in node.inputs if value is not model.graph.inputs[0])
+        assert operand is not None
         six = ir.val("six", const_value=ir.tensor(np.float32(6), name="six"))
         model.graph.register_initializer(six)
-        node.replace_input_with(list(node.inputs).index(other), six)
+        node.replace_input_with(list(node.inputs).index(operand), six)
 
     module = Function(lambda x: x * x.shape[1]).eval()
     sizes = {"x": {1: Dim("tokens", min=2, max=9)}}

@@ -335,7 +335,7 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
             "fp32, fp8, int4, int8, tf32",
         ),
         ({"targets": ["onnx"]}, UnknownNameError, "unknown target 'onnx'; known: onnxruntime, tensorrt, tensorrt_rtx"),
-        ({"targets": []}, UsageError, "no target was given"),
+        ({"targets": []}, UsageError, "targets is empty"),
         ({"targets": ["tensorrt"]}, UnavailableError, r"pip install attnforge\[tensorrt\]"),
     ],
 )

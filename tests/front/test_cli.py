@@ -198,7 +198,7 @@ def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tm
     arguments = ("deploy", *DIGITS, "--require-fused", "tensorrt_rtx")
     done = here(*arguments, "--out", bundle, "--force", "--json")
     document = json.loads(done.stdout)
-    assert_one_line(done, 1, "tensorrt_rtx does not fuse 2 of 2", "nothing was written")
+    assert_one_line(done, 1, "tensorrt_rtx must fuse every attention site and leaves 2 of 2", "nothing was written")
     assert document["error"]["kind"] == "UnfusedError"
     assert document["error"]["message"] in " ".join(done.stderr.split())
     reasons = [one["reason"] for one in document["attention"]["unfused"] if one["target"] == "tensorrt_rtx"]

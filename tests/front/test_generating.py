@@ -109,11 +109,11 @@ def test_what_is_drawn_is_drawn_again(here: Run, folder: Path) -> None:
         (("a", "--ids", "1"), "give either a prompt text or token ids"),
         (("",), "the prompt has no token"),
         (("--ids", "1,x"), "--ids has 'x'; give whole numbers"),
-        (("--ids", "1,99"), "has the id 99; the table has 0 to 49"),
+        (("--ids", "1,99"), "has the id 99; the table's ids are 0 to 49"),
         (("a", "--max-new-tokens", "0"), "0 new tokens"),
         (("a", "--max-new-tokens", "99"), "and 99 new tokens are 100, and the cache has room for 41"),
         (("a", "--temperature", "-1"), "temperature is -1"),
-        (("a", "--top-k", "3"), "without a temperature"),
+        (("a", "--top-k", "3"), "need a temperature"),
         (("a", "--stop", "."), "--stop has '.'"),
     ],
 )

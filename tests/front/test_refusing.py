@@ -181,6 +181,16 @@ BYTE = os.fsdecode(b"\xff")
 """A byte that is no UTF-8, as Python has it in the name of a file."""
 
 
+@pytest.mark.parametrize("arguments", [("deploy", "--help"), ("models",)])
+def test_a_reader_that_has_gone_is_no_error_of_the_model(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "attnforge", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.returncode == 1 and done.stderr == ""
+
+
 def test_names_that_are_not_utf_8(here: Here, copy: Path, tmp_path: Path) -> None:
     bundle, page, out = copy.rename(tmp_path / f"b{BYTE}"), tmp_path / f"p{BYTE}.html", tmp_path / f"o{BYTE}.npz"
     np.savez(tmp_path / f"i{BYTE}.npz", **small_inputs())  # type: ignore[arg-type]

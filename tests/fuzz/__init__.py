@@ -1,5 +1,5 @@
-"""Manifests, bundles' files, ONNX graphs and input files that hypothesis makes wrong, one after another: each is
-accepted rightly or refused in one line; none runs anything, hangs, or takes memory without bound.
+"""Fuzzing of manifests, bundle files, ONNX graphs and input files with hypothesis. Each invalid file must be accepted
+rightly or refused in one line, without running anything, hanging, or taking memory without bound.
 
-A few in every run of the tests, thousands by `make fuzz`.
+Every run of the tests tries a few, `make fuzz` thousands.
 """

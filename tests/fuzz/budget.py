@@ -1,4 +1,4 @@
-"""How many wrong things are tried: a few in every run of the tests, thousands where `ATTNFORGE_FUZZ` is set."""
+"""The number of examples: a few in every run of the tests, thousands if `ATTNFORGE_FUZZ` is set."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 from hypothesis import HealthCheck, Phase, settings
 
 LONG = bool(os.environ.get("ATTNFORGE_FUZZ"))
-"""Whether thousands are tried, of another seed each time."""
+"""Whether to try thousands of examples, with a new seed each time."""
 
 
 _TRY = [Phase.explicit, Phase.generate]
 
 
 def tries(few: int, many: int, *, shrinks: bool = True) -> settings:
-    """Settings of a test that tries `few` of the same in every run, and `many` in a long one.
+    """Return the settings of a test that tries the same `few` examples in every run, and `many` in a long run.
 
     Args:
-        shrinks: whether what fails is made small in a long run, which takes hundreds of tries more.
+        shrinks: whether a long run shrinks a failure, which takes hundreds of additional examples.
     """
     return settings(
         max_examples=many if LONG else few,

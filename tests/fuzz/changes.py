@@ -1,4 +1,4 @@
-"""Changes of bytes, numbers and texts that a stranger, a bad disk or a wrong program could have made."""
+"""Changes to bytes, numbers and strings, as an attacker, a bad disk or a faulty program could make them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ texts = st.sampled_from(TEXTS) | st.text(max_size=20)
 
 
 def neighbours(value: Any) -> st.SearchStrategy[Any]:
-    """Values of the same type that are nearly this one."""
+    """Return a strategy for values close to this one, mostly of the same type."""
     if isinstance(value, bool):
         return st.just(not value)
     if isinstance(value, int):
@@ -30,16 +30,16 @@ def neighbours(value: Any) -> st.SearchStrategy[Any]:
     if isinstance(value, float):
         return st.sampled_from([-value, 1e-3 * value, 1e3 * value, math.nan, math.inf, str(value)])
     if isinstance(value, str):
-        place, letters = st.integers(0, len(value)), texts
-        return st.builds(lambda i, text: value[:i] + text + value[i + len(text) :], place, letters) | st.builds(
-            lambda i: value[:i], place
+        position = st.integers(0, len(value))
+        return st.builds(lambda i, text: value[:i] + text + value[i + len(text) :], position, texts) | st.builds(
+            lambda i: value[:i], position
         )
     return st.nothing()
 
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
-    """The bytes with one to three changes: bits turned, a part cut out, doubled, zeroed or moved, or the end lost."""
+    """Return the bytes with one to three changes: flipped bits, a part cut, doubled, zeroed or moved, or a lost end."""
     for _ in range(draw(st.integers(1, 3))):
         if not data:
             break
@@ -60,8 +60,8 @@ def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
         elif how in ("zero", "ones"):
             part = (b"\0" if how == "zero" else b"\xff") * length
         elif how == "move":
-            other = draw(st.integers(0, len(data) - 1))
-            part = data[other : other + length]
+            source = draw(st.integers(0, len(data) - 1))
+            part = data[source : source + length]
         elif how == "add":
             part += draw(st.binary(min_size=1, max_size=32))
         data = data[:start] if how == "end" else data[:start] + part + data[start + length :]

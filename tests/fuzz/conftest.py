@@ -1,4 +1,4 @@
-"""What the tests of wrong things share: the process that they are given to, and the bundle that is made wrong."""
+"""Fixtures of the fuzz tests: the process under test, and the bundle that is altered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.bundles import DeploySmall, small_inputs
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker, and so one subject, for all that takes one."""
+    """Run all tests that use the subject in one worker, and so with one subject."""
     for item in items:
         if "subject" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("fuzz"))
@@ -34,12 +34,12 @@ def subject() -> Iterator[Subject]:
 
 @pytest.fixture(scope="module")
 def folder(small: DeploySmall, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the small bundle, beside the outputs that it gives (`truth.npz`)."""
+    """A copy of the small bundle, next to its outputs (`truth.npz`)."""
     return copied(small("fp32"), tmp_path_factory.mktemp("fuzz") / "small", small_inputs())
 
 
 def copied(bundle: Bundle, to: Path, inputs: dict[str, Array]) -> Path:
-    """A copy of a bundle, beside inputs (`in/NAME` of `truth.npz`) and the outputs that it gives for them."""
+    """Copy a bundle, and write inputs (`in/NAME`) and the outputs for them to `truth.npz` next to it."""
     folder = Path(shutil.copytree(bundle.path, to))
     with attnforge.load(folder, "onnxruntime-cpu") as session:
         outputs: dict[str, Any] = dict(session.run(inputs))

@@ -1,4 +1,4 @@
-"""A process to which wrong things are given: what crashes it, holds it up or fills its memory is seen from outside.
+"""The process under test: a crash, a hang or excessive memory use is detected from outside.
 
 `python -m tests.fuzz.subject` serves requests of :mod:`.tasks`.
 """
@@ -21,11 +21,11 @@ from attnforge.errors import AttnforgeError
 from attnforge.machine import cuda_devices
 
 MOST_SECONDS = 10.0
-"""Processor seconds that one request may take: the wall's depend on what else the machine does."""
+"""CPU seconds that one request may take; wall-clock time would depend on the load of the machine."""
 MOST_WAITED = 60.0
-"""Seconds after which a process that waits, and so takes no processor time, hangs."""
+"""Wall-clock seconds after which a process that waits, and so takes no CPU time, counts as hanging."""
 MOST_MEMORY = 2**30
-"""Bytes that one request may add to what the process has in memory."""
+"""Bytes by which one request may increase the process's memory."""
 MOST_LINE = 4_000
 
 _STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen",
@@ -33,11 +33,11 @@ _STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "p
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
-        kind: `accepted`, `refused` with an error of attnforge, or `raw` with another, or with a fault of the process.
-        text: what was accepted, the error's line, or the traceback.
+        kind: `accepted`, `refused` with an error of attnforge, or `raw` for any other error or a fault of the process.
+        text: the task's result, the error message, or the traceback.
     """
 
     kind: str
@@ -45,22 +45,22 @@ class Answer(NamedTuple):
 
 
 class Subject:
-    """The process, started again where it ended."""
+    """The process under test, restarted whenever it ended."""
 
     def __init__(self) -> None:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
     def ask(self, task: str, *arguments: Any) -> Answer:
-        """Let the process do one of :data:`.tasks.TASKS`, and judge how it went.
+        """Let the process do one of :data:`.tasks.TASKS`, and check the result.
 
         Raises:
-            AssertionError: it was not accepted rightly, nor refused in one line.
+            AssertionError: the input was neither accepted rightly nor refused in one line.
         """
         answer = self._answer(task, arguments)
         assert answer.kind != "raw", answer.text
         if answer.kind == "refused":
-            assert answer.text and len(answer.text) < MOST_LINE, f"no line that can be read: {answer.text[:200]!r}"
+            assert answer.text and len(answer.text) < MOST_LINE, f"not a readable line: {answer.text[:200]!r}"
             assert re.search(r"[\x00-\x1f\x7f-\x9f]", answer.text) is None, f"control characters in {answer.text!r}"
         return answer
 
@@ -93,10 +93,10 @@ class Subject:
         theirs.close()
         if not self._pipe.poll(300) or self._pipe.recv() != "ready":
             self.close()
-            raise RuntimeError("the process that is tried did not start")
+            raise RuntimeError("the process under test did not start")
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -104,7 +104,7 @@ class Subject:
 
 
 def serve(pipe: Connection) -> None:
-    """Do what is asked, and say what became of it and whether anything was started meanwhile."""
+    """Run the requested tasks and report the results, including whether anything was started meanwhile."""
     from tests.fuzz.tasks import TASKS
 
     started: list[str] = []
@@ -115,7 +115,7 @@ def serve(pipe: Connection) -> None:
         if at_work and event in _STARTS:
             started.append(f"{event}{arguments!r:.200}")
 
-    cuda_devices()  # the first time CUDA's bindings ask where libraries are
+    cuda_devices()  # the first call of CUDA's bindings starts a process to locate libraries
     _limit_memory()
     sys.addaudithook(watch)
     pipe.send("ready")
@@ -127,12 +127,12 @@ def serve(pipe: Connection) -> None:
         memory.reset_peak()
         before, start = memory.peak(), time.process_time()
         at_work.append(True)
-        faulthandler.dump_traceback_later(0.8 * MOST_WAITED)  # where it hangs
+        faulthandler.dump_traceback_later(0.8 * MOST_WAITED)  # shows where it hangs
         try:
             answer = Answer("accepted", TASKS[task](*arguments))
         except AttnforgeError as error:
             answer = Answer("refused", str(error))
-        except BaseException:  # a fault is what is looked for, an exit as well
+        except BaseException:  # any fault is of interest, including an exit
             answer = Answer("raw", traceback.format_exc(limit=-12))
         faulthandler.cancel_dump_traceback_later()
         at_work.clear()
@@ -150,7 +150,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    """Let an allocation without bound fail in this process before the system ends others."""
+    """Limit the address space, so that an unbounded allocation fails here before the system kills other processes."""
     if os.name == "posix":
         import resource
 

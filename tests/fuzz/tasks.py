@@ -1,5 +1,7 @@
-"""What is done with a wrong thing, in a process of its own (:mod:`.subject`). Each task returns a word on what it
-accepted, raises an error of attnforge, or fails."""
+"""The tasks of the process under test (:mod:`.subject`).
+
+Each task returns a note on the input that it accepted, raises an error of attnforge, or fails.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ BACKEND = "onnxruntime-cpu"
 
 
 def _differ(got: dict[str, Array], wanted: dict[str, Array], tolerance: float) -> str | None:
-    """How outputs differ from what they should be, by far more than any budget; None where they do not."""
+    """Describe how outputs differ from the expected ones by far more than any budget, or return None."""
     for name, right in wanted.items():
         answer = got[name]
         if answer.shape != right.shape:
@@ -35,18 +37,18 @@ def _differ(got: dict[str, Array], wanted: dict[str, Array], tolerance: float) -
         answer, right = answer.astype(np.float64), right.astype(np.float64)
         finite = np.isfinite(right)
         if not np.array_equal(finite, np.isfinite(answer)):
-            return f"{name} is finite elsewhere"
+            return f"{name} is finite at other positions"
         if (error := relative_error(answer[finite], right[finite])) > tolerance:
             return f"{name} is off by {error:.2g}"
     return None
 
 
 def use_bundle(folder: str, truth: str) -> str:
-    """Open a bundle, show it, verify it and run it; what passes has to give the outputs of the whole one.
+    """Open, show, verify and run a bundle; if it passes, it must give the outputs of the unaltered one.
 
     Args:
         folder: the bundle.
-        truth: `.npz` of inputs, as `in/NAME`, and of the outputs for them.
+        truth: `.npz` with inputs, as `in/NAME`, and the outputs for them.
     """
     with np.load(truth) as kept:
         arrays = dict(kept)
@@ -72,22 +74,22 @@ def use_bundle(folder: str, truth: str) -> str:
 
 
 def explain_bundle(folder: str) -> str:
-    """Look for the stage at which a bundle's answers go wrong, which reads the graphs that no backend runs."""
+    """Diagnose a bundle, which also reads the graphs that no backend runs."""
     return attnforge.diagnose(folder).finding.cause
 
 
 def _show(bundle: Bundle) -> None:
-    """`attnforge inspect`, as a terminal and as JSON show it."""
+    """Run `attnforge inspect`, with terminal output and as JSON."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         printing.print_bundle(bundle)
         terminal.print_json(printing.summary(bundle))
     control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text.getvalue())
-    assert control is None, f"a terminal is given {control!r}"
+    assert control is None, f"the terminal output contains {control!r}"
 
 
 def deploy_source(file: str, out: str) -> str:
-    """Deploy an ONNX file; what passes has to give the outputs that ONNX Runtime gives for the file itself."""
+    """Deploy an ONNX file; if it passes, it must give the outputs of ONNX Runtime for the file itself."""
     bundle = attnforge.deploy(
         file, None, out, _ranges(file), targets=["onnxruntime"], tune=False, cache=False, trust_source=False
     )
@@ -99,23 +101,23 @@ def deploy_source(file: str, out: str) -> str:
         outputs = session.run(inputs)
     right = _original(file, inputs)
     if right is None:
-        return "passed, and ONNX Runtime does not take the file as it is"
+        return "passed, and ONNX Runtime does not accept the original file"
     difference = _differ(outputs, right, 1e-2)
     assert difference is None, f"it passed, and {difference}"
     return "passed"
 
 
 def _ranges(file: str) -> dict[str, tuple[int, int, int]]:
-    """A range for every dim that the file's inputs name."""
+    """Return a range for every named dim of the file's inputs."""
     try:
         graph = onnx.load(file, load_external_data=False).graph
-    except Exception:  # of protobuf, which has no types: deploy has to say that it is no model
+    except Exception:  # protobuf's errors have no common type; deploy must report that it is not a model
         return {}
     return {d.dim_param: (1, 2, 4) for v in graph.input for d in v.type.tensor_type.shape.dim if d.dim_param}
 
 
 def _original(file: str, inputs: dict[str, Array]) -> dict[str, Array] | None:
-    """What ONNX Runtime gives for the file; None where it holds something wrong that its outputs do not need."""
+    """Return ONNX Runtime's outputs for the file, or None if it refuses the file for an irrelevant fault."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
@@ -123,12 +125,12 @@ def _original(file: str, inputs: dict[str, Array]) -> dict[str, Array] | None:
         names = [value.name for value in session.get_outputs()]
         feeds = {value.name: inputs[value.name] for value in session.get_inputs()}
         return dict(zip(names, session.run(names, feeds), strict=True))
-    except Exception:  # of its own, by code of status
+    except Exception:  # ONNX Runtime has an exception type per status code
         return None
 
 
 def read_files(specs: list[TensorSpec], texts: list[str]) -> str:
-    """Read input files; what is accepted has the shape, the type and the numbers of the file."""
+    """Read input files; accepted arrays must have the shape, type and values of the file."""
     arrays = read_inputs(specs, texts)
     by_name = {spec.name: spec for spec in specs}
     for name, array in arrays.items():
@@ -142,7 +144,7 @@ def read_files(specs: list[TensorSpec], texts: list[str]) -> str:
 
 
 def judge_results(folder: str, file: str, whole: str) -> str:
-    """Hold a file of Polygraphy's results to a bundle's budget; what passes has nearly the numbers of the whole one."""
+    """Check Polygraphy results against a bundle's budget; if they pass, they must be close to the unaltered ones."""
     report = verify_results(folder, file)
     if not report.passed:
         return "not passed"

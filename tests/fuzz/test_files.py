@@ -1,4 +1,4 @@
-"""Files of a bundle with other bytes, whose new hashes the manifest has: nothing but verifying can tell."""
+"""Altered bundle files with updated hashes in the manifest, so that only verification can detect them."""
 
 from __future__ import annotations
 

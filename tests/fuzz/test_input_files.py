@@ -1,4 +1,4 @@
-"""Input files with other bytes."""
+"""Altered input files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_file_is_accepted_rightly_or_refused_in_one_line(
 ) -> None:
     name = data.draw(st.sampled_from(list(FILES)))
     spec, whole = FILES[name]
-    kind = data.draw(st.sampled_from([name] * 4 + list(FILES)))  # now and then under another's name
+    kind = data.draw(st.sampled_from([name] * 4 + list(FILES)))  # sometimes with another file's extension
     file = tmp_path_factory.getbasetemp() / f"wrong{Path(kind).suffix}"
     changed = data.draw(changed_bytes(whole))
     note(f"base64: {b64encode(changed).decode()}")

@@ -1,4 +1,4 @@
-"""Manifests of which one field, or a few, hold what they should not."""
+"""Manifests with one or a few invalid fields."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.bundles import DeploySmall, small_inputs
 from tests.support.decoders import DeployDecoder, ids
 
 Step = str | int
-Way = tuple[Step, ...]
-"""From the document to a field of it."""
+FieldPath = tuple[Step, ...]
+"""The path from the document to a field."""
 
 MACHINE = {"system": "Linux", "processor": "any", "processors": 2, "instructions": ["avx2"], "gpus": []}
 
@@ -35,7 +35,7 @@ def filled(
     decoders: DeployDecoder,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A bundle whose manifest uses every field, but for a decoder's where it is none."""
+    """A bundle whose manifest uses every field, except those of decoders for other models."""
     bundle, inputs = small("fp32"), small_inputs()
     if request.param == "decoder":
         bundle, inputs = decoders("window", "fp16"), {"input_ids": ids(2, 5)}
@@ -49,7 +49,7 @@ def filled(
 
 
 def fill(document: Any) -> None:
-    """Give the manifest every record that this bundle has no need of."""
+    """Add every record to the manifest that this bundle does not need."""
     sizes = dict(document["cases"][0]["sizes"])
     model = document["targets"]["onnxruntime"]["model"]
     document["targets"]["onnxruntime"] |= {
@@ -89,27 +89,27 @@ def fill(document: Any) -> None:
     }  # fmt: skip
 
 
-def ways(value: Any, way: Way = ()) -> Iterator[Way]:
-    """The ways to every field, whole records among them. Of long lists the first and the last are looked into."""
-    if way:
-        yield way
+def paths(value: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
+    """Yield the path of every field, including whole records; for lists, only of the first and last element."""
+    if path:
+        yield path
     steps: list[Step] = list(value) if isinstance(value, dict) else []
     if isinstance(value, list) and value:
         steps = sorted({0, len(value) - 1})
     for step in steps:
-        yield from ways(value[step], (*way, step))
+        yield from paths(value[step], (*path, step))
 
 
-def at(document: Any, way: Way) -> Any:
-    for step in way:
+def field_at(document: Any, path: FieldPath) -> Any:
+    for step in path:
         document = document[step]
     return document
 
 
-def test_the_manifest_that_is_changed_has_every_field(folder: Path) -> None:
-    """Else a new record would never be tried."""
+def test_the_manifest_under_test_has_every_field(folder: Path) -> None:
+    """Otherwise a new record would never be tested."""
     document = json.loads((folder / MANIFEST).read_text())
-    names = {step for way in ways(document) for step in way if isinstance(step, str)}
+    names = {step for path in paths(document) for step in path if isinstance(step, str)}
     is_decoder = document["decoding"] is not None
     seen: set[type[BaseModel]] = set()
 
@@ -137,15 +137,15 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 @st.composite
 def wrong(draw: st.DrawFn, document: Any) -> str:
-    """A manifest's text with a field, now and then three, that is not what it was."""
+    """Draw the text of a manifest with one to three changed fields."""
     document = copying.deepcopy(document)
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        known = list(ways(document))
-        way = known[draw(st.integers(0, len(known) - 1))]
-        holder, old = at(document, way[:-1]), at(document, way)
+        known = list(paths(document))
+        path = known[draw(st.integers(0, len(known) - 1))]
+        holder, old = field_at(document, path[:-1]), field_at(document, path)
         how = draw(st.sampled_from(["other", "near", "elsewhere", "gone", "more", "many", "deep"]))
         if how == "gone":
-            del holder[way[-1]]
+            del holder[path[-1]]
         elif how == "more":
             added = draw(st.none() | numbers | texts)
             if isinstance(holder, dict):
@@ -153,18 +153,20 @@ def wrong(draw: st.DrawFn, document: Any) -> str:
             else:
                 holder.append(added)
         elif how == "elsewhere":
-            holder[way[-1]] = copying.deepcopy(at(document, known[draw(st.integers(0, len(known) - 1))]))
+            holder[path[-1]] = copying.deepcopy(field_at(document, known[draw(st.integers(0, len(known) - 1))]))
         elif how == "many":
-            most = 2**22 // len(json.dumps(document))  # times, of a document that grows by three changes
-            holder[way[-1]] = [old] * min(draw(st.sampled_from([2, 100, 10_000])), 1 + most)
+            most = 2**22 // len(json.dumps(document))  # repetitions, as up to three changes multiply the size
+            holder[path[-1]] = [old] * min(draw(st.sampled_from([2, 100, 10_000])), 1 + most)
         elif how == "deep":
             value: Any = old
             for _ in range(draw(st.sampled_from([1, 2, 200]))):
                 value = draw(st.sampled_from([[value], {"a": value}]))
-            holder[way[-1]] = value
+            holder[path[-1]] = value
         else:
             near = neighbours(old) if how == "near" else st.nothing()
-            holder[way[-1]] = draw(near | numbers | texts | st.none() | st.booleans() | st.sampled_from([[], {}, [[]]]))
+            holder[path[-1]] = draw(
+                near | numbers | texts | st.none() | st.booleans() | st.sampled_from([[], {}, [[]]])
+            )
     return json.dumps(document)
 
 

@@ -1,4 +1,4 @@
-"""Files of Polygraphy's results with other bytes, in their JSON and in their arrays."""
+"""Altered Polygraphy results files, in their JSON and in their arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bundle(small: DeploySmall) -> Bundle:
 
 @pytest.fixture(scope="module")
 def whole(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of a sound run."""
+    """The results of a correct run."""
     file, specs, stored = (
         tmp_path_factory.mktemp("results") / "whole.json",
         bundle.manifest.inputs,
@@ -48,7 +48,7 @@ def test_the_file_unchanged_passes(bundle: Bundle, whole: Path, subject: Subject
 
 @tries(few=60, many=1_000)
 @given(data=st.data())
-def test_results_are_judged_rightly_or_refused_in_one_line(
+def test_results_are_checked_rightly_or_refused_in_one_line(
     bundle: Bundle, whole: Path, subject: Subject, data: st.DataObject
 ) -> None:
     text = whole.read_bytes()

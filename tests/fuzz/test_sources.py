@@ -1,4 +1,4 @@
-"""ONNX graphs of attention with operators, attributes, types, sizes, constants or bytes that are not what they were."""
+"""Attention graphs in ONNX with altered operators, attributes, types, sizes, constants or bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUTSIDE = ("../outside", "/etc/passwd", "absent", "model.onnx")
 
 @st.composite
 def wrong(draw: st.DrawFn, model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with one to three changes."""
+    """Draw the model with one to three changes."""
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         change = draw(st.sampled_from([_operator, _edge, _attribute, _constant, _value, _version]))
         change(draw, model)
@@ -54,18 +54,18 @@ def _edge(draw: st.DrawFn, model: onnx.ModelProto) -> None:
     nodes = [node for node in model.graph.node if node.input]
     assume(nodes)
     node = nodes[draw(st.integers(0, len(nodes) - 1))]
-    names = [name for other in model.graph.node for name in (*other.input, *other.output)]
-    other = draw(st.sampled_from(["", "nobody's", *dict.fromkeys(names)]))
+    names = [name for each in model.graph.node for name in (*each.input, *each.output)]
+    name = draw(st.sampled_from(["", "unknown", *dict.fromkeys(names)]))
     side = draw(st.sampled_from([node.input, node.output]))
     how = draw(st.sampled_from(["other", "gone", "more"]))
     if how == "more":
-        side.append(other)
+        side.append(name)
     elif side:
-        place = draw(st.integers(0, len(side) - 1))
+        position = draw(st.integers(0, len(side) - 1))
         if how == "other":
-            side[place] = other
+            side[position] = name
         else:
-            del side[place]
+            del side[position]
 
 
 def _attribute(draw: st.DrawFn, model: onnx.ModelProto) -> None:
@@ -94,11 +94,11 @@ def _constant(draw: st.DrawFn, model: onnx.ModelProto) -> None:
     tensor = constants[draw(st.integers(0, len(constants) - 1))]
     how = draw(st.sampled_from(["dims", "type", "bytes", "outside", "number"]))
     if how == "dims":
-        place = draw(st.integers(0, len(tensor.dims)))
-        if place == len(tensor.dims):
+        position = draw(st.integers(0, len(tensor.dims)))
+        if position == len(tensor.dims):
             tensor.dims.append(draw(WHOLE))
         else:
-            tensor.dims[place] = draw(WHOLE)
+            tensor.dims[position] = draw(WHOLE)
     elif how == "type":
         tensor.data_type = draw(TYPES)
     elif how == "outside":
@@ -144,7 +144,7 @@ def _is_utf8(text: str) -> bool:
     return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
-@tries(few=8, many=1_000, shrinks=False)  # a deploy for every trial
+@tries(few=8, many=1_000, shrinks=False)  # every example is deployed
 @given(data=st.data())
 def test_a_graph_is_accepted_rightly_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, subject: Subject, data: st.DataObject

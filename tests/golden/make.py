@@ -1,6 +1,6 @@
-"""Makes the golden bundles anew, with the version that runs: `python -m tests.golden.make FOLDER [NAME ...]`.
+"""Write the golden bundles with the current version: `python -m tests.golden.make FOLDER [NAME ...]`.
 
-A bundle that is kept is not made anew where its format still loads: it stands for the version that wrote it.
+A bundle in the repository is not rewritten while its format still loads, because it tests the version that wrote it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADS, WORDS, CAPACITY = 2, 20, 12
 
 
 class Attention(nn.Module):
-    """Self-attention with a residual, causal or not: `(batch, tokens, width)` to the same."""
+    """Self-attention with a residual, causal or not; input and output are `(batch, tokens, width)`."""
 
     def __init__(self, width: int, is_causal: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class CausalModel(nn.Module):
-    """Logits `(batch, tokens, 20)` of ids `(batch, tokens)`, by one causal attention over embeddings."""
+    """Logits `(batch, tokens, 20)` of ids `(batch, tokens)`, from one causal attention over embeddings."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ BUNDLES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "encoder-int8": ("int8", 64, {"max_error": 0.2}),
     "decoder-fp32": ("fp32", 16, {"cache_tokens": CAPACITY}),
 }
-"""Precision, width and further options of each bundle; smaller products are not worth 8 bits."""
+"""Precision, width and further options of each bundle; int8 has a larger width, as smaller products stay in fp32."""
 
 
 def make(name: str, folder: Path) -> None:
-    """Write a bundle to `folder/NAME`, and inputs and what it gives for them to `folder/NAME.npz`."""
+    """Write a bundle to `folder/NAME`, and inputs with its outputs to `folder/NAME.npz`."""
     precision, width, options = BUNDLES[name]
     torch.manual_seed(0)
     batch, tokens = Dim("batch", min=1, max=2), Dim("tokens", min=1, max=8)
@@ -68,15 +68,15 @@ def make(name: str, folder: Path) -> None:
     bundle = attnforge.deploy(
         module.eval(), (example,), folder / name, shapes, precision, ["onnxruntime"], name, tune=False, **options
     )
-    taken = bundle.manifest.inputs[0]
-    given = example.numpy() if is_decoder else example.numpy().astype(taken.dtype)
+    spec = bundle.manifest.inputs[0]
+    given = example.numpy() if is_decoder else example.numpy().astype(spec.dtype)
     with attnforge.load(bundle, backend="onnxruntime-cpu") as session:
         if is_decoder:
             decoder = session.decoder(2)
             outputs = [decoder.prefill(given), decoder.step(given[:, 0])]
         else:
-            outputs = [*session.run({taken.name: given}).values()]
-    np.savez_compressed(folder / f"{name}.npz", given=given, **{str(i): one for i, one in enumerate(outputs)})
+            outputs = [*session.run({spec.name: given}).values()]
+    np.savez_compressed(folder / f"{name}.npz", given=given, **{str(i): output for i, output in enumerate(outputs)})
 
 
 def main(folder: str, names: Sequence[str]) -> None:

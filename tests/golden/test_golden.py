@@ -1,4 +1,4 @@
-"""Bundles of earlier versions, kept as they were written (`make.py`): they load, pass, and give what they gave."""
+"""Bundles written by earlier versions (`make.py`) load, verify, and give the same outputs as before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.golden.make import BUNDLES, CAPACITY, HEADS
 
 HERE = Path(__file__).parent
 CLOSE = {"fp32": 1e-5, "fp16": 2e-3, "int8": 1e-2}
-"""By how much other processors' kernels may differ, relatively."""
+"""Relative error allowed for the kernels of other processors."""
 
 ENCODERS = [name for name in BUNDLES if name.startswith("encoder")]
 BACKENDS = [
@@ -33,19 +33,19 @@ BACKENDS = [
 
 
 def stored(name: str) -> tuple[Array, list[Array]]:
-    """What a bundle was given once, and its outputs."""
+    """Return a bundle's stored inputs and outputs."""
     with np.load(HERE / f"{name}.npz") as file:
         return file["given"], [file[key] for key in file.files if key != "given"]
 
 
 def agree(name: str, got: list[Array], expected: list[Array]) -> None:
     close = CLOSE[BUNDLES[name][0]]
-    for one, other in zip(got, expected, strict=True):
-        assert one.dtype == other.dtype and relative_error(one.astype(float), other.astype(float)) < close
+    for output, wanted in zip(got, expected, strict=True):
+        assert output.dtype == wanted.dtype and relative_error(output.astype(float), wanted.astype(float)) < close
 
 
 def command(*arguments: str | Path) -> Mapping[str, Any]:
-    """The document that a command prints."""
+    """Run a command with `--json` and return the document."""
     done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert done.exit_code == 0, done.output
     document: Mapping[str, Any] = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def command(*arguments: str | Path) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_gives_what_it_gave(name: str, backend: str) -> None:
+def test_an_encoder_gives_the_same_outputs(name: str, backend: str) -> None:
     given, outputs = stored(name)
     with attnforge.load(HERE / name, backend) as session:
         agree(name, [session(given)], outputs)
@@ -62,7 +62,7 @@ def test_an_encoder_gives_what_it_gave(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_decoder_gives_what_it_gave(backend: str) -> None:
+def test_a_decoder_gives_the_same_outputs(backend: str) -> None:
     given, outputs = stored("decoder-fp32")
     with attnforge.load(HERE / "decoder-fp32", backend) as session:
         decoder = session.decoder(2)
@@ -72,14 +72,14 @@ def test_a_decoder_gives_what_it_gave(backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_every_backend_here_passes(name: str) -> None:
+def test_every_available_backend_passes(name: str) -> None:
     report = attnforge.verify(HERE / name)
     assert report.passed and "onnxruntime-cpu" in report.backends, report
-    assert all(found.cases >= 5 for found in report.backends.values())
+    assert all(backend.cases >= 5 for backend in report.backends.values())
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_inspect_reads_what_was_written(name: str) -> None:
+def test_inspect_reads_the_manifest(name: str) -> None:
     document, bundle = command("inspect", HERE / name), Bundle(HERE / name)
     attention = document["attention"]
     assert (attention["sites"], attention["canonical"]) == (1, 1) and attention["fused"]["onnxruntime"] == 1
@@ -88,7 +88,7 @@ def test_inspect_reads_what_was_written(name: str) -> None:
     assert (bundle.manifest.quantised is not None) == name.endswith("int8")
 
 
-def test_what_a_decoder_keeps_is_read() -> None:
+def test_the_decoding_record_is_read() -> None:
     decoding = Bundle(HERE / "decoder-fp32").manifest.decoding
     assert decoding is not None and decoding.places == CAPACITY
     assert [cache.window for cache in decoding.caches] == [None] and len(decoding.tensors) == 2
@@ -106,8 +106,8 @@ def test_the_command_runs_on_files(name: str, tmp_path: Path) -> None:
 
 def test_the_command_verifies() -> None:
     document = command("verify", HERE / "encoder-fp32", "--backend", "onnxruntime-cpu")
-    found = document["backends"]["onnxruntime-cpu"]
-    assert document["passed"] and found["passed"] and found["error"] <= found["budget"]
+    backend = document["backends"]["onnxruntime-cpu"]
+    assert document["passed"] and backend["passed"] and backend["error"] <= backend["budget"]
 
 
 def test_the_command_generates() -> None:
@@ -126,7 +126,7 @@ def test_it_is_packaged_for_a_server(tmp_path: Path) -> None:
     assert 'name: "x"' in (Path(model["folder"]).parent / "config.pbtxt").read_text()
 
 
-def test_an_altered_one_is_refused(tmp_path: Path) -> None:
+def test_an_altered_bundle_is_refused(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(HERE / "encoder-fp32", tmp_path / "copy"))
     model = copy / "onnxruntime" / "model.onnx"
     model.write_bytes(model.read_bytes()[:-1] + b"\0")

@@ -1,4 +1,4 @@
-"""Every test of the models draws the same numbers."""
+"""The tests of the models use a fixed seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S1 to S3, attention and its heads, as laws: what each must compute and agree with."""
+"""S1 to S3, attention and its heads, against their formulas and torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tensors import agree, differ, randn, randomized
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-# The function that all of them share
+# The shared function
 
 
 @pytest.mark.parametrize("mask_shape", [None, (5, 7), (1, 7), (2, 1, 5, 7), (2, 3, 5, 7)])
@@ -77,7 +77,7 @@ def test_s1_has_no_bias_by_default_and_takes_masks() -> None:
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "num_heads"), [(12, 12, 3), (12, 6, 3), (4, 20, 2), (8, 5, 1), (4, 4, 4)]
 )
-def test_s2_is_heads_of_s1_side_by_side(key_dim: int, value_dim: int, num_heads: int) -> None:
+def test_s2_concatenates_heads_of_s1(key_dim: int, value_dim: int, num_heads: int) -> None:
     module = randomized(MultiHeadSelfAttention(10, key_dim, value_dim, num_heads))
     x = randn(3, 5, 10)
     heads = []
@@ -93,8 +93,8 @@ def test_s2_is_heads_of_s1_side_by_side(key_dim: int, value_dim: int, num_heads:
     agree(module(x[0]), expected[0])
 
 
-def test_s2_masks_are_those_of_s3() -> None:
-    """S3 with an identity for its output projection is S2."""
+def test_s2_has_the_masks_of_s3() -> None:
+    """S2 is S3 with an identity as output projection."""
     module, x = randomized(MultiHeadSelfAttention(12, 12, 12, 3)), randn(2, 5, 12)
     full = MultiHeadAttention(12, 3, bias=False).double()
     for name in ("query_proj", "key_proj", "value_proj"):
@@ -110,7 +110,7 @@ def test_s2_masks_are_those_of_s3() -> None:
 
 
 def mask_cases(num_queries: int, num_keys: int) -> dict[str, dict[str, Tensor | bool]]:
-    """Masks in this project's terms for B 2 and 4 heads; key 0 is always allowed, for torch gives NaN where none is."""
+    """Masks in this project's convention for B = 2 and 4 heads; key 0 is always allowed, or torch would give NaN."""
     allowed = torch.rand(2, 4, num_queries, num_keys) < 0.5
     allowed[..., 0] = True
     padding = torch.arange(num_keys) >= torch.tensor([[num_keys], [2]])
@@ -165,7 +165,7 @@ def test_s3_unbatched_and_at_the_size_of_the_paper() -> None:
     agree(ours(x[0], x[0], x[0], key_padding_mask=padding), expected)
 
 
-def test_s3_a_sample_of_padding_alone_yields_the_output_bias() -> None:
+def test_s3_a_sample_that_is_all_padding_yields_the_output_bias() -> None:
     module, x = randomized(MultiHeadAttention(16, 4)), randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [True] * 5])
     output = module(x, x, x, key_padding_mask=padding)

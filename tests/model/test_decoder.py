@@ -1,4 +1,4 @@
-"""S12, the decoder: against transformers' Llama, Mistral and GPT-2, and with a cache against without."""
+"""S12, the decoder, compared with transformers' Llama, Mistral and GPT-2, and with itself without a cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ids_of(sizes: DecoderSizes, batch: int, tokens: int) -> Tensor:
 
 
 def as_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of transformers' Llama or Mistral by our names."""
+    """Rename the weights of transformers' Llama or Mistral to our names."""
     names = {
         "model.embed_tokens": "embedding", "model.norm": "norm", "model.layers": "layers", "lm_head": "head",
         "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn": "attention",
@@ -58,7 +58,7 @@ def as_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_gpt2(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of transformers' GPT-2 by our names: its matrices are transposed, its projections side by side."""
+    """Rename the weights of transformers' GPT-2, transpose its matrices and split its fused projections."""
     names = {
         "transformer.wte": "embedding", "transformer.wpe": "position_embedding", "transformer.ln_f": "norm",
         "transformer.h": "layers", "ln_1": "norm1", "ln_2": "norm2", "attn.c_proj": "attention.output_proj",
@@ -66,7 +66,7 @@ def as_gpt2(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }  # fmt: skip
     renamed = {}
     for name, weight in weights.items():
-        if name == "lm_head.weight":  # the embedding's
+        if name == "lm_head.weight":  # tied to the embedding
             continue
         weight = weight.T if "c_" in name and weight.ndim == 2 else weight
         for theirs, ours in names.items():
@@ -80,7 +80,7 @@ def as_gpt2(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def llama_config(sizes: DecoderSizes, **more: Any) -> dict[str, Any]:
-    """What transformers' configurations of Llama's kind call these sizes."""
+    """The arguments of a Llama-like transformers configuration for these sizes."""
     return {
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.embed_dim,
@@ -91,12 +91,12 @@ def llama_config(sizes: DecoderSizes, **more: Any) -> dict[str, Any]:
         "max_position_embeddings": sizes.max_tokens,
         "rms_norm_eps": sizes.norm_eps,
         "tie_word_embeddings": sizes.tied,
-        "attn_implementation": "sdpa",  # eager is in float32 in part
+        "attn_implementation": "sdpa",  # eager computes partly in float32
     } | more
 
 
 def norms_in_float64(monkeypatch: pytest.MonkeyPatch, norm: type) -> None:
-    """transformers' RMSNorm without its cast to float32, which would hide errors up to 1e-7."""
+    """Remove the cast to float32 from transformers' RMSNorm, which would hide errors up to 1e-7."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         output: Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -106,7 +106,7 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch, norm: type) -> None:
 
 
 def with_their_angles(decoder: Decoder, theirs: nn.Module) -> Decoder:
-    """The decoder with the cosines and sines of transformers, which computes them in float32 whatever the model's."""
+    """Give the decoder the cosines and sines of transformers, which always computes them in float32."""
     assert decoder.rotary is not None
     positions = torch.arange(decoder.sizes.max_tokens)[None]
     cos, sin = theirs.get_submodule("model.rotary_emb")(torch.zeros(1, dtype=torch.float64), positions)
@@ -117,7 +117,7 @@ def with_their_angles(decoder: Decoder, theirs: nn.Module) -> Decoder:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_it_is_transformers_llama(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_matches_transformers_llama(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = replace(LLAMA, num_kv_heads=kv_heads)
     theirs = randomized(transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_config(sizes))))
@@ -131,7 +131,7 @@ def test_it_is_transformers_llama(kv_heads: int, monkeypatch: pytest.MonkeyPatch
         agree(logits, theirs(ids).logits, atol=1e-10)
 
 
-def test_it_is_transformers_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_matches_transformers_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = replace(LLAMA, window=5)
     theirs = randomized(
@@ -145,7 +145,7 @@ def test_it_is_transformers_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
         agree(with_their_angles(ours, theirs)(ids), theirs(ids).logits, atol=1e-10)
 
 
-def test_it_is_transformers_gpt2() -> None:
+def test_it_matches_transformers_gpt2() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=GPT2.vocab_size,
@@ -163,7 +163,7 @@ def test_it_is_transformers_gpt2() -> None:
         agree(ours(ids), theirs(ids).logits, atol=1e-10)
 
 
-def test_it_writes_what_transformers_writes() -> None:
+def test_it_generates_what_transformers_generates() -> None:
     transformers = pytest.importorskip("transformers")
     ids = ids_of(LLAMA, 2, 6)
     config = transformers.LlamaConfig(**llama_config(LLAMA), pad_token_id=0, bos_token_id=None, eos_token_id=None)
@@ -179,7 +179,7 @@ def test_it_writes_what_transformers_writes() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("chunks", [[24], [9, 15], [1, 7, 8, 5, 3], [1] * 24])
-def test_with_a_cache_it_is_the_same_function(name: str, chunks: list[int]) -> None:
+def test_steps_with_a_cache_match_the_whole_sequence(name: str, chunks: list[int]) -> None:
     decoder, ids = decoder_of(SIZES[name]), ids_of(SIZES[name], 3, 24)
     with torch.no_grad():
         expected = decoder(ids)
@@ -194,23 +194,23 @@ def test_with_a_cache_it_is_the_same_function(name: str, chunks: list[int]) -> N
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_rows_of_other_lengths_are_as_each_alone(name: str) -> None:
+def test_ragged_rows_match_each_row_alone(name: str) -> None:
     decoder, ids = decoder_of(SIZES[name]), ids_of(SIZES[name], 3, 24)
     with torch.no_grad():
         expected = decoder(ids)
     lengths = torch.tensor([11, 4, 1])
-    prompt = torch.where(torch.arange(11) < lengths[:, None], ids[:, :11], 7)  # what follows a row's end is whatever
+    prompt = torch.where(torch.arange(11) < lengths[:, None], ids[:, :11], 7)  # arbitrary padding
     cache, past = decoder.empty_cache(3, 27), lengths
     logits = decoder.step(prompt, torch.zeros_like(lengths), cache)
     for row, length in enumerate(lengths):
         agree(logits[row, :length], expected[row, :length])
     for tokens in (1, 1, 3, 1, 5, 2):
-        places = past[:, None] + torch.arange(tokens)
-        agree(decoder.step(ids.gather(1, places), past, cache), expected[torch.arange(3)[:, None], places])
+        positions = past[:, None] + torch.arange(tokens)
+        agree(decoder.step(ids.gather(1, positions), past, cache), expected[torch.arange(3)[:, None], positions])
         past = past + tokens
 
 
-def test_steps_write_in_place_and_nothing_else() -> None:
+def test_steps_update_only_their_slots_in_place() -> None:
     decoder, ids = decoder_of(LLAMA), ids_of(LLAMA, 2, 12)
     cache = decoder.empty_cache(2, 16)
     addresses = [tensor.data_ptr() for tensor in (*cache.keys, *cache.values)]
@@ -224,7 +224,7 @@ def test_steps_write_in_place_and_nothing_else() -> None:
         assert changed[1].nonzero().flatten().tolist() == [5, 6, 7, 8]
 
 
-def test_what_lies_behind_a_rows_tokens_is_not_read() -> None:
+def test_slots_after_a_rows_tokens_do_not_matter() -> None:
     decoder, ids = decoder_of(LLAMA), ids_of(LLAMA, 2, 6)
     clean, stale = decoder.empty_cache(2, 20), decoder.empty_cache(2, 20)
     for tensor in (*stale.keys, *stale.values):
@@ -233,7 +233,7 @@ def test_what_lies_behind_a_rows_tokens_is_not_read() -> None:
     assert torch.equal(decoder.step(ids, past, stale), decoder.step(ids, past, clean))
 
 
-def test_steps_that_do_not_fit_are_refused_before_anything_is_written() -> None:
+def test_invalid_steps_are_refused_before_anything_is_written() -> None:
     decoder, ids = decoder_of(replace(LLAMA, max_tokens=12)), ids_of(LLAMA, 2, 4)
     cache, past = decoder.empty_cache(2, 10), torch.tensor([3, 6])
     longer = decoder.empty_cache(2, 20)
@@ -248,12 +248,12 @@ def test_steps_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         ("ids are .* to 61; give 0 to 60", UsageError, (ids.clamp(max=5).index_fill(1, past[:1], 61), past, cache)),
         ("ids are -1 to", UsageError, (ids.index_fill(1, past[:1], -1), past, cache)),
         (
-            r"the cache is \(2, 2, 10, 8\) a layer; give \(1, 2, cache_tokens, 8\)",
+            r"the cache is \(2, 2, 10, 8\) per layer; give \(1, 2, cache_tokens, 8\)",
             ShapeError,
             (ids[:1], past[:1], cache),
         ),
-        (r"the cache is \(2, 1, 10, 8\) a layer; give \(2, 2", ShapeError, (ids, past, heads)),
-        ("the cache is of 1 layers; the decoder has 2", ShapeError, (ids, past, other)),
+        (r"the cache is \(2, 1, 10, 8\) per layer; give \(2, 2", ShapeError, (ids, past, heads)),
+        ("the cache has 1 layers; the decoder has 2", ShapeError, (ids, past, other)),
     ):
         with pytest.raises(error, match=message) as caught:
             decoder.step(*arguments)
@@ -264,11 +264,11 @@ def test_steps_that_do_not_fit_are_refused_before_anything_is_written() -> None:
         decoder.empty_cache(2, 0)
 
 
-# Writing
+# Generating
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_greedy_writing_is_the_whole_function_asked_again_and_again(name: str) -> None:
+def test_greedy_generation_matches_the_whole_sequence(name: str) -> None:
     decoder, ids = decoder_of(SIZES[name]), ids_of(SIZES[name], 2, 5)
     written = decoder.generate(ids, 12)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_greedy_writing_is_the_whole_function_asked_again_and_again(name: str) -
     assert torch.equal(written, whole[:, 4:-1].argmax(-1))
 
 
-def test_rows_of_other_lengths_are_continued_as_each_alone() -> None:
+def test_ragged_rows_are_continued_like_each_row_alone() -> None:
     decoder, ids = decoder_of(LLAMA), ids_of(LLAMA, 3, 9)
     lengths = torch.tensor([9, 2, 6])
     written = decoder.generate(ids, 10, lengths=lengths)
@@ -297,18 +297,21 @@ def test_sampling_follows_the_probabilities_and_the_seed() -> None:
         expected = (logits / temperature).softmax(-1)
         shares = torch.bincount(draws.flatten(), minlength=61) / 4000
         assert (shares - expected).abs().max() < 5 * math.sqrt(0.25 / 4000)
-    assert expected.max() > 0.25  # where all would be alike, no temperature could be told from another
+    assert expected.max() > 0.25  # otherwise temperatures could not be distinguished
 
 
-def test_what_cannot_be_written_is_refused() -> None:
+def test_invalid_arguments_of_generate_are_refused() -> None:
     decoder, ids = decoder_of(LLAMA), ids_of(LLAMA, 2, 9)
     assert decoder.generate(ids, 32).shape == (2, 32)
     for message, options in (
         ("33 new tokens after 9; the decoder has 40 positions", {"max_new_tokens": 33}),
         ("max_new_tokens is 0", {"max_new_tokens": 0}),
         ("temperature is -1", {"max_new_tokens": 3, "temperature": -1.0}),
-        (r"lengths are \[9, 10\]; give one of 1 to 9", {"max_new_tokens": 3, "lengths": torch.tensor([9, 10])}),
-        (r"lengths are \[9\]; give one of 1 to 9 for each of 2", {"max_new_tokens": 3, "lengths": torch.tensor([9])}),
+        (
+            r"lengths are \[9, 10\]; give 2, one per row, from 1 to 9",
+            {"max_new_tokens": 3, "lengths": torch.tensor([9, 10])},
+        ),
+        (r"lengths are \[9\]; give 2, one per row, from 1 to 9", {"max_new_tokens": 3, "lengths": torch.tensor([9])}),
         (r"lengths are \[0, 1\]", {"max_new_tokens": 3, "lengths": torch.tensor([0, 1])}),
     ):
         with pytest.raises(UsageError, match=message):
@@ -320,7 +323,7 @@ def test_what_cannot_be_written_is_refused() -> None:
 # Parts
 
 
-def test_later_tokens_and_those_before_the_window_do_not_matter() -> None:
+def test_later_tokens_and_tokens_before_the_window_do_not_matter() -> None:
     ids, other = ids_of(LLAMA, 2, 15), ids_of(LLAMA, 2, 15)
     for name, sizes in SIZES.items():
         decoder = decoder_of(sizes)
@@ -330,23 +333,23 @@ def test_later_tokens_and_those_before_the_window_do_not_matter() -> None:
             earlier = decoder(torch.cat([other[:, :1], ids[:, 1:]], dim=1))
         if sizes.window is None:
             assert differ(earlier[:, -1], logits[:, -1]), name
-        else:  # a layer sees the window, two see one less than twice it
+        else:  # each layer reaches window - 1 tokens back
             reach = sizes.num_layers * (sizes.window - 1)
             agree(earlier[:, reach + 1 :], logits[:, reach + 1 :])
             assert differ(earlier[:, reach], logits[:, reach]), name
 
 
-def test_rotary_scores_depend_on_the_distance_alone() -> None:
+def test_rotary_scores_depend_only_on_the_distance() -> None:
     from attnforge.model.decoder import rotate
 
     rotary = randomized(RotaryPositions(8, 50))
     query, key = randn(1, 1, 1, 8), randn(1, 1, 1, 8)
 
-    def score(at: int, other: int) -> Tensor:
-        turned = (rotate(x, *rotary(torch.tensor([[p]]))) for x, p in ((query, at), (key, other)))
+    def score(query_position: int, key_position: int) -> Tensor:
+        turned = (rotate(x, *rotary(torch.tensor([[p]]))) for x, p in ((query, query_position), (key, key_position)))
         return (next(turned) * next(turned)).sum()
 
-    agree(score(7, 3), score(44, 40), atol=1e-5)  # the table is float32's
+    agree(score(7, 3), score(44, 40), atol=1e-5)  # the table is float32
     assert differ(score(7, 3), score(7, 4))
     angle = 3 * 10000 ** (-2 * 1 / 8)
     pair = rotate(torch.eye(8)[1].view(1, 1, 1, 8), *RotaryPositions(8, 50)(torch.tensor([[3]]))).flatten()
@@ -355,7 +358,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     assert not rotary.state_dict()
 
 
-def test_swiglu_and_the_soft_cap_by_their_formulas() -> None:
+def test_swiglu_and_the_soft_cap_match_their_formulas() -> None:
     layer, x = randomized(SwiGLU(6, 10, bias=True)), randn(2, 3, 6)
     state = layer.state_dict()
     gate = x @ state["gate_proj.weight"].T + state["gate_proj.bias"]
@@ -373,12 +376,12 @@ def test_the_decoder_caps_its_scores() -> None:
     free.load_state_dict(capped.state_dict())
     with torch.no_grad():
         assert differ(capped(ids), free(ids))
-        for layer in free.layers:  # scores that are all alike
+        for layer in free.layers:  # equal scores
             layer.get_parameter("attention.query_proj.weight").zero_()
         agree(capped(ids), free(ids), atol=1e-8)
 
 
-def test_sizes_by_default() -> None:
+def test_default_sizes() -> None:
     assert (LLAMA.head_dim, LLAMA.kv_heads, LLAMA.feed_forward_dim) == (8, 2, 96)  # 85.3, up to a multiple of 16
     assert (GPT2.kv_heads, GPT2.feed_forward_dim) == (4, 128)
     assert replace(GPT2, hidden_dim=50).feed_forward_dim == 50

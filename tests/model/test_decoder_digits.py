@@ -1,4 +1,4 @@
-"""The trained decoder of digits: its text, tokenizer, training, and what it writes."""
+"""The trained digits decoder: its text format, tokenizer, training and generated digits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from benchmarks.training.decoder_digits import image_of, text_of
 TOKENIZER = MODELS["decoder-digits"].tokenizer
 
 BITS, SAMPLED, GREEDY = 1.5, 0.9, 0.9
-"""What the shipped weights have to reach: 1.478 bits a token, 95.4% of the sampled and all of the greedy digits were
-measured."""
+"""What the shipped weights must reach; measured were 1.478 bits per token, 95.4% of the sampled and all of the greedy
+digits."""
 
 ROWS = ("  +@X   ", " x@i@~  ", "    %x  ", "   x@-  ", "    -@: ", "     X+ ", " ,: =@, ", "  *@@~  ")
 THREE = "\n".join(["3", *ROWS, ""])
@@ -40,13 +40,13 @@ def model() -> Decoder:
     return module
 
 
-def test_the_alphabet_reads_as_shades_and_is_of_one_character_each() -> None:
+def test_every_grey_level_has_its_own_character() -> None:
     assert len(INK) == 17 and len(set(CHARACTERS)) == len(CHARACTERS) == END == 28
     assert not set(INK) & set(CLASSES + "\n")
     assert INK[0] == " " and INK[-1] == "@"
 
 
-def test_scans_are_written_and_read_back(split: DigitsSplit) -> None:
+def test_scans_round_trip_through_text(split: DigitsSplit) -> None:
     tokens = tokens_of(split.test_images, split.test_labels)
     assert tokens.shape == (450, TOKENS) and tokens.dtype == torch.int64
     for image, label, row in zip(split.test_images, split.test_labels, tokens, strict=True):
@@ -58,36 +58,36 @@ def test_scans_are_written_and_read_back(split: DigitsSplit) -> None:
         assert read is not None and torch.equal(read, image)
 
 
-def test_what_is_not_written_as_a_scan_is_no_image() -> None:
+def test_malformed_scans_are_not_read_as_images() -> None:
     tokens = torch.tensor([*(CHARACTERS.index(character) for character in THREE), END])
     assert image_of(tokens) is not None
-    for place, token in (
+    for position, token in (
         (0, 12),  # no class
         (1, 12),  # no newline after it
         (5, 3),  # a class in place of ink
         (10, 12),  # ink in place of a newline
         (7, 27),  # a newline in place of ink
-        (20, END),  # an end within
-        (TOKENS - 1, 12),  # no end
+        (20, END),  # an end token in the middle
+        (TOKENS - 1, 12),  # no end token
     ):
         wrong = tokens.clone()
-        wrong[place] = token
-        assert image_of(wrong) is None, place
+        wrong[position] = token
+        assert image_of(wrong) is None, position
 
 
-def test_images_move_to_the_sides_alone() -> None:
+def test_images_move_only_sideways() -> None:
     image = torch.zeros(300, 1, 8, 8)
     image[:, 0, 0, 4] = 1
     image[:, 0, 7, 7] = 1
     moved = decoder_digits.moved_sideways(image, torch.Generator().manual_seed(0))
-    places = {tuple(place) for place in moved[:, 0].nonzero()[:, 1:].tolist()}
-    assert places == {(0, 3), (0, 4), (0, 5), (7, 6), (7, 7)}  # what leaves the image does not come in again
+    positions = {tuple(position) for position in moved[:, 0].nonzero()[:, 1:].tolist()}
+    assert positions == {(0, 3), (0, 4), (0, 5), (7, 6), (7, 7)}  # nothing wraps around
 
 
 # The tokenizer
 
 
-def test_the_shipped_tokenizer_is_the_one_that_is_made(tmp_path: Path) -> None:
+def test_the_shipped_tokenizer_is_reproduced(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     assert TOKENIZER is not None and TOKENIZER.name == "decoder-digits.tokenizer.json"
     decoder_digits.make_tokenizer().save(str(tmp_path / "made.json"))
@@ -102,7 +102,7 @@ def test_the_tokenizer_encodes_and_decodes_without_loss(split: DigitsSplit) -> N
     for row in tokens[:100]:
         text = text_of(row)
         assert tokenizer.encode(text).ids == row[:-1].tolist()
-        assert tokenizer.decode(row.tolist()) == text  # the end is special, so it is left out
+        assert tokenizer.decode(row.tolist()) == text  # the end is a special token, so it is left out
     for text in ("", "\n\n\n", "  ", CHARACTERS, CHARACTERS[::-1], THREE, "7"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.token_to_id("<end>") == END
@@ -112,44 +112,44 @@ def test_the_tokenizer_encodes_and_decodes_without_loss(split: DigitsSplit) -> N
         tokenizer.encode("3\nQ")
 
 
-def test_the_tokenizer_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_tokenizers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(UnavailableError, match=r"pip install attnforge\[hf\]"):
         decoder_digits.make_tokenizer()
 
 
-# What was learnt
+# The trained model
 
 
 def test_held_out_scans_are_predicted(model: Decoder, split: DigitsSplit) -> None:
     bits = decoder_digits.bits_per_token(model, split)
     assert bits < BITS
-    # Another class than the scan's makes it less likely, so the class is heeded.
+    # A wrong class makes the scan less likely, so the class matters.
     other = split._replace(test_labels=(split.test_labels + 1) % 10)
     assert decoder_digits.bits_per_token(model, other) > bits + 0.1
     shares = torch.bincount(tokens_of(split.train_images, split.train_labels)[:, 2:].flatten(), minlength=29) / (
         1347 * 73
     )
-    alone = -(shares[shares > 0].log2() * shares[shares > 0]).sum()
-    assert bits < 0.6 * alone  # of tokens that are drawn one by one
+    independent = -(shares[shares > 0].log2() * shares[shares > 0]).sum()
+    assert bits < 0.6 * independent  # of independent tokens
 
 
-def test_what_it_writes_is_read_as_the_class_asked_for(model: Decoder) -> None:
+def test_generated_digits_are_classified_as_requested(model: Decoder) -> None:
     classifier = build_model("patch-attention-digits").module
     sampled = decoder_digits.write_digits(model, each=20)
     assert sampled.shape == (200, TOKENS)
     assert decoder_digits.share_read(sampled, classifier) >= SAMPLED
-    assert len({tuple(digit) for digit in sampled.tolist()}) > 150  # and not one digit again and again
+    assert len({tuple(digit) for digit in sampled.tolist()}) > 150  # not the same digit every time
     assert decoder_digits.share_read(decoder_digits.write_digits(model, 1, temperature=0), classifier) >= GREEDY
 
 
-def test_what_it_writes_is_not_what_it_read(model: Decoder, split: DigitsSplit) -> None:
+def test_generated_digits_are_not_copies_of_training_scans(model: Decoder, split: DigitsSplit) -> None:
     sampled = decoder_digits.write_digits(model, each=10)
     known = {tuple(scan) for scan in tokens_of(split.train_images, split.train_labels).tolist()}
     assert not known & {tuple(digit) for digit in sampled.tolist()}
 
 
-def test_a_classifier_reads_scans_as_their_class_and_others_not(split: DigitsSplit) -> None:
+def test_the_share_read_counts_only_scans_of_the_right_class(split: DigitsSplit) -> None:
     classifier = build_model("patch-attention-digits").module
     tokens = tokens_of(split.test_images, split.test_labels)
     assert decoder_digits.share_read(tokens, classifier) >= 0.97
@@ -171,13 +171,13 @@ def test_training_command_writes_weights_and_tokenizer(
         decoder_digits.main()
     assert files[0].read_bytes() == files[1].read_bytes()
     assert TOKENIZER is not None and (tmp_path / "a.tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
-    said = capsys.readouterr().out
-    assert "bits a token on 9 scans" in said and "of 500 digits read as the class asked for" in said
+    printed = capsys.readouterr().out
+    assert "bits a token on 9 scans" in printed and "of 500 digits read as the class asked for" in printed
     fresh = build_model("decoder-digits", weights=files[0]).module.state_dict()
     assert not torch.equal(fresh["head.weight"], build_model("decoder-digits").module.state_dict()["head.weight"])
 
 
-def test_dropout_is_there_while_it_is_asked_for(model: Decoder) -> None:
+def test_dropout_is_active_only_inside_its_context(model: Decoder) -> None:
     ids = torch.arange(20)[None]
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The trained digits: data, shifts, training and accuracy."""
+"""The trained digits classifier: data, shifts, training and accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_digits_are_classified() -> None:
     module = build_model("patch-attention-digits").module
     assert isinstance(module, PatchAttentionClassifier)
     assert digits.accuracy(module, split.test_images, split.test_labels) >= 0.975
-    assert digits.accuracy(module, split.test_images.flip(-1), split.test_labels) < 0.8  # where the pixels are matters
+    assert digits.accuracy(module, split.test_images.flip(-1), split.test_labels) < 0.8  # pixel positions matter
     weights = MODELS["patch-attention-digits"].weights
     assert weights is not None and weights.stat().st_size < 1_000_000
 
@@ -42,11 +42,11 @@ def test_shifts_move_by_at_most_one_pixel() -> None:
     image = torch.zeros(500, 1, 8, 8)
     image[:, 0, 3, 4] = 1
     moved = digits.shifted(image, torch.Generator().manual_seed(0))
-    places = {tuple(place) for place in moved[:, 0].nonzero()[:, 1:].tolist()}
-    assert places == {(row, column) for row in (2, 3, 4) for column in (3, 4, 5)}
+    positions = {tuple(position) for position in moved[:, 0].nonzero()[:, 1:].tolist()}
+    assert positions == {(row, column) for row in (2, 3, 4) for column in (3, 4, 5)}
     assert torch.equal(moved.sum((1, 2, 3)), torch.ones(500))
     edge = torch.zeros(500, 1, 8, 8)
-    edge[:, 0, 0] = 1  # moved up, the row is gone; nothing wraps around
+    edge[:, 0, 0] = 1  # shifting up drops the row; nothing wraps around
     assert (digits.shifted(edge, torch.Generator().manual_seed(0))[:, 0, 7] == 0).all()
 
 
@@ -65,7 +65,7 @@ def test_training_command_writes_weights_that_load(
     assert not torch.equal(fresh["head.weight"], shipped["head.weight"])
 
 
-def test_digits_without_scikit_learn_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(UnavailableError, match=r"pip install attnforge\[data\]"):
         load_digits_split()

@@ -1,4 +1,4 @@
-"""S5 to S7, attention with any score and any alignment, as laws."""
+"""S5 to S7, attention with any score and any alignment, against their formulas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.tensors import agree, randn, randomized
 def score_by_hand(
     name: str, score: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, head: int | None
 ) -> Tensor:
-    """The score of one query (d_q,) and one key (d_k,), from the formula and the module's own parameters."""
+    """Compute the score of one query (d_q,) and one key (d_k,) from the formula and the module's parameters."""
     parameters = score.named_parameters() if isinstance(score, nn.Module) else ()
     p = {name: parameter if head is None else parameter[head] for name, parameter in parameters}
     match name:
@@ -65,7 +65,7 @@ def contexts_by_hand(
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("align", ALIGNS)
-def test_s5_is_its_formula(score: str, align: str) -> None:
+def test_s5_matches_its_formula(score: str, align: str) -> None:
     query_dim = 4 if "dot" in score else 3
     module = randomized(GeneralAttention(6, 4, 5, query_dim, score, align, query_input_dim=7))
     features, query_features = randn(2, 6, 8), randn(2, 7, 3)
@@ -80,7 +80,7 @@ def test_s5_is_its_formula(score: str, align: str) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("align", ALIGNS)
-def test_s6_is_its_formula(score: str, align: str) -> None:
+def test_s6_matches_its_formula(score: str, align: str) -> None:
     query_dim = 4 if "dot" in score else 3
     module = randomized(GeneralMultiHeadAttention(6, 4, 5, 2, 9, query_dim, score, align, query_input_dim=7))
     features, query_features = randn(2, 6, 8), randn(2, 7, 3)
@@ -106,7 +106,7 @@ def test_s5_in_columns_is_s1_in_rows() -> None:
 
 def test_s5_takes_callables_and_registers_their_parameters() -> None:
     plain = randomized(GeneralAttention(6, 4, 5))
-    score = nn.Bilinear(1, 1, 1)  # stands for any module: what counts is that its parameters are found
+    score = nn.Bilinear(1, 1, 1)  # any module with parameters
 
     class Score(nn.Module):
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_s5_takes_callables_and_registers_their_parameters() -> None:
     agree(uniform(features), (uniform.value_weight @ features).mean(-1, keepdim=True).expand(5, 8), atol=1e-5)
 
 
-def test_s6_with_trivial_weights_is_s5_and_heads_have_parameters_of_their_own() -> None:
+def test_s6_with_trivial_weights_is_s5_and_heads_have_their_own_parameters() -> None:
     one = randomized(GeneralAttention(6, 4, 5))
     many = GeneralMultiHeadAttention(6, 4, 5, num_heads=1, output_dim=5).double()
     state = {
@@ -161,7 +161,7 @@ def test_s7_rows_are_convex_combinations(scaled: bool) -> None:
     scores = torch.einsum("bid,bjd->bij", x, x) / (math.sqrt(5) if scaled else 1)
     agree(output, scores.softmax(-1) @ x)
     agree(ParameterFreeAttention(scaled)(x[0]), output[0])
-    directions = randn(5, 1000)  # a point lies in the hull where no direction separates it from all the rows
+    directions = randn(5, 1000)  # a point is in the hull if no direction separates it from all rows
     hull, points = x @ directions, output @ directions
     assert (points <= hull.amax(1, keepdim=True) + 1e-12).all()
     assert (points >= hull.amin(1, keepdim=True) - 1e-12).all()

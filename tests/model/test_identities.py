@@ -37,7 +37,7 @@ def test_s9_heads_are_the_diagonal_blocks_of_the_full_product() -> None:
     for head in range(3):
         agree(blocks[:, head, :, head], heads[head])
     agree(sum(heads[1:], heads[0]), query @ key.mT)
-    # Multi-head attention is full attention of the stacked heads with all other blocks masked.
+    # Multi-head attention is full attention over the stacked heads with all other blocks masked.
     q, k, v = (torch.cat(x.chunk(3, -1), dim=1) for x in (query, key, value))
     mask = torch.eye(3).repeat_interleave(5, 0).repeat_interleave(7, 1).bool()
     full = attention(q, k, v, scale=1 / 2, attn_mask=mask)  # (B, 3 · 5, 2)
@@ -52,7 +52,7 @@ def test_s10_moments_of_a_dot_product() -> None:
     query_mean, query_variance, key_mean, key_variance = 0.7, 1.5, -0.4, 0.6
     uniform = (
         torch.rand(samples, key_dim, dtype=torch.float64) - 0.5
-    )  # variance 1/12: the law is not about normal entries
+    )  # variance 1/12: the identity does not assume normal entries
     query = query_mean + uniform * math.sqrt(12 * query_variance)
     key = key_mean + randn(samples, key_dim) * math.sqrt(key_variance)
     products = (query * key).sum(-1)
@@ -64,7 +64,7 @@ def test_s10_moments_of_a_dot_product() -> None:
     arguments = (key_dim, query_mean, query_variance, key_mean, key_variance)
     assert abs(mean - identities.dot_product_mean(key_dim, query_mean, key_mean)) < 4 * mean_error
     assert abs(variance - identities.dot_product_variance(*arguments)) < 4 * variance_error
-    # The samples are enough to reject every near miss.
+    # There are enough samples to reject every near miss.
     both = query_variance * key_variance
     left, right = query_variance * key_mean**2, query_mean**2 * key_variance
     near_misses = {
@@ -99,8 +99,8 @@ def test_s10_unscaled_half_precision_scores_saturate() -> None:
     values = torch.eye(tokens).half()  # so that the outputs are the weights
     unscaled = attention(query, key, values, scale=1.0)
     scaled = attention(query, key, values, scale=1 / math.sqrt(key_dim))
-    assert (unscaled.amax(-1) > 0.99).float().mean() > 0.8  # nearly every query sees one key
-    assert (unscaled == 0).float().mean() > 0.5  # and gives the others nothing at all
+    assert (unscaled.amax(-1) > 0.99).float().mean() > 0.8  # nearly every query attends to one key
+    assert (unscaled == 0).float().mean() > 0.5  # and gives the others a weight of zero
     assert scaled.amax() < 0.5
     assert (scaled > 0).all()
     huge = torch.full((1, key_dim), 5.0).half()  # 4096 · 25 is beyond 65504, the largest float16

@@ -1,4 +1,4 @@
-"""S8, attention over patches, as laws."""
+"""S8, attention over patches, against its definition."""
 
 from __future__ import annotations
 

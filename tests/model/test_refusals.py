@@ -1,4 +1,4 @@
-"""What the systems refuse, in one line."""
+"""One-line errors for invalid arguments of the models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from attnforge.model.identities import multi_head_by_slicing, selection_matrices
 
 
 def decoder(**sizes: Any) -> Decoder:
-    """A small decoder of ten positions."""
+    """Build a small decoder with ten positions."""
     small = {"vocab_size": 9, "embed_dim": 16, "num_heads": 4, "num_layers": 1, "max_tokens": 10}
     return Decoder(DecoderSizes(**small | sizes))
 
@@ -101,13 +101,13 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_sizes_that_do_not_fit_are_refused_in_one_line(case: str) -> None:
+def test_sizes_that_do_not_match_are_refused_in_one_line(case: str) -> None:
     with pytest.raises(ShapeError) as caught:
         REFUSED[case]()
     assert "\n" not in str(caught.value)
 
 
-def test_names_and_masks_that_cannot_be_meant_are_refused() -> None:
+def test_unknown_names_and_invalid_masks_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="unknown score 'cosine'; known: additive, concat, dot"):
         GeneralAttention(8, 8, 8, score="cosine")
     with pytest.raises(UnknownNameError, match="unknown align 'sparsemax'; known: hard, softmax"):

@@ -1,4 +1,4 @@
-"""Every registered model, deployed: the same function, attention recognised, fused where it can be, or a reason."""
+"""Deploying every registered model: parity, recognised attention, and fusion or the reason why not."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ PRECISIONS = [
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_a_deployed_model_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision))
-    assert report.passed, {backend: found.failures for backend, found in report.backends.items()}
-    found = report.backends["onnxruntime-cpu"]
-    assert found.cases >= 5 and found.error <= found.budget
+    assert report.passed, {name: backend.failures for name, backend in report.backends.items()}
+    backend = report.backends["onnxruntime-cpu"]
+    assert backend.cases >= 5 and backend.error <= backend.budget
 
 
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
 def test_openvino_is_the_same_function(registered: Deploy, name: str, precision: str) -> None:
     report = attnforge.verify(registered(name, precision), ["openvino"])
-    assert report.passed, [(one.case, one.reason) for one in report.backends["openvino"].failures]
+    assert report.passed, [(failure.case, failure.reason) for failure in report.backends["openvino"].failures]
     assert report.backends["openvino"].cases >= 5
 
 
 def fused(certificate: Certificate, target: str) -> str:
-    """How many sites `target` runs as one kernel, and why not the others: what a failing test should show."""
-    reasons = [one.reason for one in certificate.unfused if one.target == target]
+    """Describe how many sites `target` fuses and why not the others, for the message of a failing test."""
+    reasons = [site.reason for site in certificate.unfused if site.target == target]
     return f"{certificate.fused[target]} of {certificate.sites} {reasons}"
 
 
@@ -54,7 +54,7 @@ def fused(certificate: Certificate, target: str) -> str:
 def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str) -> None:
     certificate = registered(name, "fp16").manifest.attention
     assert certificate.sites == certificate.canonical == len(certificate.details) == SITES[name]
-    if name != "worked-example":  # three tokens of three features, which no kernel is made for; it may fuse
+    if name != "worked-example":  # may fuse: no kernel is made for three tokens of three features
         assert fused(certificate, "tensorrt_rtx") == f"{SITES[name]} of {SITES[name]} []"
     for record in certificate.details:
         assert record.canonical and record.reason is None and record.written_as
@@ -74,7 +74,7 @@ def test_fp32_has_no_fused_kernel_and_says_so(registered: Deploy, name: str) -> 
     certificate = registered(name, "fp32").manifest.attention
     assert certificate.canonical == certificate.sites == SITES[name]
     assert certificate.fused["tensorrt_rtx"] == 0
-    reasons = [one.reason for one in certificate.unfused if one.target == "tensorrt_rtx"]
+    reasons = [site.reason for site in certificate.unfused if site.target == "tensorrt_rtx"]
     assert len(reasons) == SITES[name]
     assert all("no fused attention kernel for float; deploy in fp16 or bf16" in reason for reason in reasons)
 
@@ -90,8 +90,8 @@ def test_an_additive_score_gets_a_reason(registered: Deploy) -> None:
     certificate = registered("additive-attention", "fp16").manifest.attention
     assert (certificate.sites, certificate.canonical) == (1, 0)
     assert certificate.fused == dict.fromkeys(certificate.fused, 0)
-    assert {one.target for one in certificate.unfused} == set(certificate.fused)
-    for reason in (certificate.details[0].reason, *(one.reason for one in certificate.unfused)):
+    assert {site.target for site in certificate.unfused} == set(certificate.fused)
+    for reason in (certificate.details[0].reason, *(site.reason for site in certificate.unfused)):
         assert reason is not None and "inner product" in reason
 
 
@@ -110,7 +110,7 @@ def test_hard_alignment_gets_a_reason(tmp_path: Path) -> None:
     assert (certificate.sites, certificate.canonical, certificate.fused) == (1, 0, {"onnxruntime": 0})
     assert "the alignment is hard" in str(certificate.details[0].reason)
     assert "the alignment is hard" in certificate.unfused[0].reason
-    # Where two scores are nearly equal the last bit decides, so only the example's own answer is compared.
+    # If two scores are nearly equal, the last bit decides, so only the example's output is compared.
     with torch.no_grad():
         expected = module(*args).numpy()
     output = run(bundle, *(arg.numpy() for arg in args))
@@ -118,7 +118,7 @@ def test_hard_alignment_gets_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_plan_is_there(registered: Deploy, name: str) -> None:
+def test_every_bundle_has_its_plan(registered: Deploy, name: str) -> None:
     bundle = registered(name, "fp16")
     (engine,) = bundle.manifest.targets["tensorrt_rtx"].engines
     file = bundle.file(engine.file)
@@ -133,7 +133,7 @@ def run(bundle: Bundle, *inputs: Array) -> Array:
     return output
 
 
-def test_s4_the_worked_example_by_the_numbers(registered: Deploy) -> None:
+def test_s4_the_worked_example_has_its_known_values(registered: Deploy) -> None:
     tokens = np.array([[1, 0, 1, 0], [0, 2, 0, 2], [1, 1, 1, 1]], np.float32)
     expected = [[1.936621, 6.683105, 1.595068], [1.999994, 7.963992, 0.053976], [1.999705, 7.759892, 0.358389]]
     np.testing.assert_allclose(run(registered("worked-example", "fp32"), tokens), expected, rtol=0, atol=1e-6)
@@ -157,7 +157,7 @@ def test_s11_permuting_the_tokens_permutes_the_outputs(registered: Deploy, name:
     assert np.linalg.norm(permuted.astype(np.float64) - output) > 0.1 * np.linalg.norm(output)
 
 
-def test_s13a_fuses_with_its_factor_behind_the_softmax(registered: Deploy) -> None:
+def test_s13a_fuses_with_its_factor_after_the_softmax(registered: Deploy) -> None:
     (record,) = registered("post-softmax-scale", "fp16").manifest.attention.details
     assert record.written_as.index("Softmax") < record.written_as.index("Div")
     assert record.targets["tensorrt_rtx"].kernel
@@ -176,7 +176,7 @@ def test_s13b_keeps_its_wrong_answer(registered: Deploy) -> None:
     assert np.linalg.norm(output - right_answer) > 0.3 * np.linalg.norm(right_answer)
 
 
-def test_s8_patches_of_other_images_than_the_examples(registered: Deploy) -> None:
+def test_s8_accepts_images_of_other_sizes(registered: Deploy) -> None:
     bundle = registered("patch-attention", "fp32")
     module, _, _ = example_of("patch-attention")
     for height, width in ((8, 64), (20, 12)):
@@ -189,7 +189,7 @@ def test_s8_patches_of_other_images_than_the_examples(registered: Deploy) -> Non
 
 
 class TorchAttention(nn.Module):
-    """PyTorch's own module, with padding: a sample that is padding alone has nothing to attend to."""
+    """PyTorch's own module with padding, where a sample that is all padding has nothing to attend to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models by name: their systems, options, dtypes, exports and weights."""
+"""The registry: systems, options, dtypes, exports and weights of the named models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = {
 
 
 def small(name: str) -> Example:
-    """The example of a name, the one large image made smaller."""
+    """Build the named example, with a smaller image for patch-attention."""
     return build_model(name, image_size=32) if name == "patch-attention" else build_model(name)
 
 
@@ -56,7 +56,7 @@ def test_registry_names_and_systems() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_registry_builds_the_same_model_twice_and_leaves_the_random_state(name: str) -> None:
+def test_registry_builds_the_same_model_twice_and_keeps_the_random_state(name: str) -> None:
     first = small(name)
     torch.rand(3)
     before = torch.get_rng_state()
@@ -84,7 +84,7 @@ def test_registry_models_compute_in_every_dtype(name: str, dtype: torch.dtype) -
 
 
 def other_sizes(example: Example, sizes: dict[str, int]) -> list[Tensor]:
-    """Arguments like the example's, of other sizes along the dynamic axes; a dim derived as 4*rows is 4 times rows."""
+    """Arguments like the example's with other sizes along the dynamic axes; a dim 4*rows is 4 times rows."""
     args = []
     names = example.dynamic_shapes or {}
     for arg, axes in zip(example.args, names.values(), strict=True):
@@ -103,7 +103,7 @@ def other_sizes(example: Example, sizes: dict[str, int]) -> list[Tensor]:
 def test_registry_models_export_with_dynamic_shapes_and_without_float32(name: str) -> None:
     example = small(name)
     module, args = example.module.half(), cast(example.args, torch.float16)
-    if name == "patch-attention":  # torch.export itself takes an example of one as a constant
+    if name == "patch-attention":  # torch.export treats an example size of one as a constant
         example = build_model(name, image_size=32, max_batch=4)
         module, args = (
             example.module.half(),
@@ -159,7 +159,7 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
             build_model("self-attention", weights=str(unreadable))
 
 
-def test_options_are_read_and_refused_by_name() -> None:
+def test_options_are_converted_and_refused_by_name() -> None:
     assert build_model("self-attention", key_dim="32").module.state_dict()["query_proj.weight"].shape == (32, 64)
     assert vars(build_model("parameter-free-attention", scaled="true").module)["scaled"] is True
     assert vars(build_model("parameter-free-attention", scaled="False").module)["scaled"] is False

@@ -1,4 +1,4 @@
-"""S13, slips that still run, and what they compute instead."""
+"""S13, mistakes that still run, and what they compute instead."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_s13a_scale_after_the_softmax(num_heads: int | None) -> None:
     unscaled = MultiHeadSelfAttention(10, 8, 12, num_heads or 1).double()
     unscaled.load_state_dict(slip.state_dict())
     unscaled.scale = 1.0
-    # Where: softmax of unscaled scores, then the factor, which moves past the product with V.
+    # It is the softmax of unscaled scores, then the factor, which commutes with the product with V.
     agree(slip(x), unscaled(x) / math.sqrt(head_dim))
-    # That: it differs from the right module, also by more than a factor.
+    # It differs from the correct module by more than a factor.
     assert differ(slip(x), right(x))
     assert differ(slip(x) * math.sqrt(head_dim), right(x))
 
@@ -45,7 +45,7 @@ def test_s13a_rows_of_weights_sum_to_one_over_root_d() -> None:
     agree(right(x), torch.ones(2, 5, 8, dtype=torch.float64))
 
 
-def test_s13a_agrees_where_a_head_is_one_wide() -> None:
+def test_s13a_agrees_for_heads_of_size_one() -> None:
     slip, x = randomized(PostSoftmaxScale(10, 4, 8, num_heads=4)), randn(2, 5, 10)
     right = MultiHeadSelfAttention(10, 4, 8, 4).double()
     right.load_state_dict(slip.state_dict())
@@ -68,19 +68,19 @@ def test_s13b_is_exactly_the_reshape(batch: int, tokens: int) -> None:
 
 
 def influence(module: nn.Module, x: Tensor, sample: int, token: int) -> Tensor:
-    """Which (B, n) inputs the output of one token depends on."""
+    """Return which (B, n) inputs the output of one token depends on."""
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(module(x)[sample, token].sum(), x)
     return gradient.abs().amax(-1) > 0
 
 
 @pytest.mark.parametrize("tokens", [8, 5])
-def test_s13b_a_token_attends_within_its_run_only(tokens: int) -> None:
+def test_s13b_a_token_attends_only_within_its_run(tokens: int) -> None:
     slip, x = randomized(ReshapeWithoutTranspose(10, 8, 8, 4)), randn(2, tokens, 10)
     right = MultiHeadSelfAttention(10, 8, 8, 4).double()
     right.load_state_dict(slip.state_dict())
     for token in range(tokens):
-        runs = {part // tokens for part in range(4 * token, 4 * token + 4)}  # those that the token's four parts lie in
+        runs = {part // tokens for part in range(4 * token, 4 * token + 4)}  # the runs of the token's four parts
         reached = {part // 4 for part in range(4 * tokens) if part // tokens in runs}
         assert len(reached) < tokens
         for sample in range(2):
@@ -89,9 +89,9 @@ def test_s13b_a_token_attends_within_its_run_only(tokens: int) -> None:
             assert not seen[1 - sample].any()
             assert influence(right, x, sample, token)[sample].all()
     if tokens == 8:
-        agree(slip(x)[:, :2], slip(x[:, [0, 1, 7, 6, 5, 4, 3, 2]])[:, :2])  # tokens 0 and 1 are a run of their own
+        agree(slip(x)[:, :2], slip(x[:, [0, 1, 7, 6, 5, 4, 3, 2]])[:, :2])  # tokens 0 and 1 are one run
     order = torch.arange(tokens).flip(0).roll(1)
-    assert differ(slip(x[:, order]), slip(x)[:, order])  # S11 is lost
+    assert differ(slip(x[:, order]), slip(x)[:, order])  # S11 does not hold
 
 
 def test_s13b_agrees_with_one_head() -> None:

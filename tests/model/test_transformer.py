@@ -1,4 +1,4 @@
-"""S11 and S12, order and the encoder, as laws."""
+"""S11, permutation equivariance, and S12, the encoder, against torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_s11_permuting_tokens_permutes_outputs(name: str) -> None:
 
 
 @pytest.mark.parametrize(("positions", "is_causal"), [("sinusoidal", False), ("learned", False), (None, True)])
-def test_s11_positions_and_causality_break_it(positions: str | None, is_causal: bool) -> None:
+def test_s11_does_not_hold_with_positions_or_causality(positions: str | None, is_causal: bool) -> None:
     encoder = TransformerEncoder(2, 8, 2, max_length=16, positions=positions, is_causal=is_causal)
     module, x = randomized(encoder), randn(2, 9, 8)
     order = torch.arange(9).flip(0)
@@ -72,7 +72,7 @@ def torch_encoder(norm_first: bool, activation: str, final_norm: bool, bias: boo
         16, 4, 24, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first, bias=bias
     )
     norm = nn.LayerNorm(16) if final_norm else None
-    # Nested tensors zero what padding tokens put out, which is an optimization and not the function.
+    # Nested tensors zero the outputs of padding tokens, which is an optimisation and not part of the function.
     return randomized(nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False))
 
 
@@ -132,7 +132,7 @@ def test_s12_tokens_are_embedded_given_positions_and_truncated() -> None:
     assert encoder(tokens[:, :3]).shape == (2, 3, 16)
 
 
-def test_s12_what_is_padded_or_later_does_not_matter() -> None:
+def test_s12_padding_and_later_tokens_do_not_matter() -> None:
     x, other = randn(2, 7, 16), randn(2, 7, 16)
     padding = torch.arange(7).expand(2, 7) >= 4
     late = torch.where(padding[..., None], other, x)

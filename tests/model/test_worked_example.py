@@ -1,4 +1,4 @@
-"""S4, the worked example, number by number."""
+"""S4, the worked example, value by value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_s4_weights_and_rounded_outputs() -> None:
         [2.9539e-04, 8.8054e-01, 1.1917e-01],
     ]
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=0)
-    # The example's own rounding keeps each row's sum at 1: its first weight, 0.063, is written 0.0, not 0.1.
+    # The example rounds so that each row sums to 1: its first weight, 0.063, becomes 0.0, not 0.1.
     table = torch.tensor([[0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [0.0, 0.9, 0.1]], dtype=torch.float64)
     agree(table.sum(-1), torch.ones(3, dtype=torch.float64))
     agree(table, weights, atol=0.07)

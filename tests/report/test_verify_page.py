@@ -517,7 +517,7 @@ def test_warnings_metrics_and_what_did_not_run_are_said(small: Bundle, pages: Pa
     report = pages["small"][0]
     metric = MetricReport(
         name="accuracy", value=0.875, eager=0.9375, float64=0.96875, least=0.91, samples=32, passed=False,
-        reason="accuracy is 0.875, under the 0.91 that it has to reach",
+        reason="accuracy is 0.875, below the required 0.91",
     )  # fmt: skip
     found = report.backends["onnxruntime-cpu"].model_copy(
         update={"metric": metric, "reason": metric.reason, "passed": False}

@@ -1,4 +1,4 @@
-"""What is measured when a bundle is deployed: which backend is fastest within the budget, how a session runs best."""
+"""Measurements at deployment: the fastest backend within the budget, and the fastest session settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def with_choice(bundle: Bundle, folder: Path, **changes: Any) -> Bundle:
-    """A copy of the bundle whose choice is as told."""
+    """Return a copy of the bundle with changed fields of its choice."""
     import shutil
 
     shutil.copytree(bundle.path, folder)
@@ -50,36 +50,36 @@ def with_choice(bundle: Bundle, folder: Path, **changes: Any) -> Bundle:
 
 
 @needs_openvino
-def test_every_backend_that_can_run_is_held_to_the_budget_and_timed(deployed: Bundle) -> None:
-    found = deployed.manifest.choice
-    assert found is not None and found.dropped == {}
-    assert set(found.milliseconds) == {"onnxruntime-cpu", "openvino"}
-    assert all(ms > 0 for ms in found.milliseconds.values())
-    assert found.picked == min(found.milliseconds, key=lambda name: found.milliseconds[name])
-    assert set(found.versions) == {"onnxruntime-gpu", "openvino"} or "onnxruntime" in found.versions
-    assert attnforge.load(deployed).backend == found.picked
+def test_every_available_backend_is_verified_and_timed(deployed: Bundle) -> None:
+    choice = deployed.manifest.choice
+    assert choice is not None and choice.dropped == {}
+    assert set(choice.milliseconds) == {"onnxruntime-cpu", "openvino"}
+    assert all(ms > 0 for ms in choice.milliseconds.values())
+    assert choice.picked == min(choice.milliseconds, key=lambda name: choice.milliseconds[name])
+    assert set(choice.versions) == {"onnxruntime-gpu", "openvino"} or "onnxruntime" in choice.versions
+    assert attnforge.load(deployed).backend == choice.picked
     assert set(attnforge.verify(deployed).backends) == {"onnxruntime-cpu", "openvino"}
 
 
 @needs_openvino
 @pytest.mark.parametrize("fastest", ["onnxruntime-cpu", "openvino"])
-def test_auto_loads_what_was_fastest_here(deployed: Bundle, tmp_path: Path, fastest: str) -> None:
-    other = {"onnxruntime-cpu": "openvino", "openvino": "onnxruntime-cpu"}[fastest]
-    bundle = with_choice(deployed, tmp_path / "b", milliseconds={other: 2.0, fastest: 1.0}, picked=fastest)
+def test_auto_loads_the_fastest_backend_of_this_machine(deployed: Bundle, tmp_path: Path, fastest: str) -> None:
+    slower = {"onnxruntime-cpu": "openvino", "openvino": "onnxruntime-cpu"}[fastest]
+    bundle = with_choice(deployed, tmp_path / "b", milliseconds={slower: 2.0, fastest: 1.0}, picked=fastest)
     assert attnforge.load(bundle).backend == fastest
 
 
 @needs_openvino
-@pytest.mark.parametrize("what", ["processor", "processors", "instructions", "version"])
-def test_elsewhere_the_rules_choose(deployed: Bundle, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("field", ["processor", "processors", "instructions", "version"])
+def test_on_another_machine_the_rules_choose(deployed: Bundle, tmp_path: Path, field: str) -> None:
     chosen = deployed.manifest.choice
     assert chosen is not None
     changes: dict[str, Any] = {"milliseconds": {"openvino": 1.0, "onnxruntime-cpu": 2.0}, "picked": "openvino"}
-    if what == "version":
+    if field == "version":
         changes["versions"] = {**chosen.versions, "openvino": "2001.1"}
     else:
-        other = {"processor": "Another", "processors": 1024, "instructions": ["avx2"]}[what]
-        changes["machine"] = chosen.machine.model_copy(update={what: other})
+        value = {"processor": "Another", "processors": 1024, "instructions": ["avx2"]}[field]
+        changes["machine"] = chosen.machine.model_copy(update={field: value})
     bundle = with_choice(deployed, tmp_path / "b", **changes)
     assert attnforge.load(bundle).backend == "onnxruntime-cpu"
     report = attnforge.verify(bundle)
@@ -87,7 +87,7 @@ def test_elsewhere_the_rules_choose(deployed: Bundle, tmp_path: Path, what: str)
 
 
 @needs_openvino
-def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
+def test_a_backend_over_the_budget_is_not_chosen_and_the_reason_is_recorded(
     deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = verify.hold
@@ -97,10 +97,11 @@ def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
         return report.model_copy(update={"passed": False, "reason": "planted"}) if backend == "openvino" else report
 
     monkeypatch.setattr(choosing, "hold", hold)
-    found = choosing.choose_backend(deployed)
-    assert found is not None and found.picked == "onnxruntime-cpu" and list(found.milliseconds) == ["onnxruntime-cpu"]
-    assert "planted" in found.dropped["openvino"]
-    bundle = with_choice(deployed, tmp_path / "b", **{name: getattr(found, name) for name in Choice.model_fields})
+    choice = choosing.choose_backend(deployed)
+    assert choice is not None and choice.picked == "onnxruntime-cpu"
+    assert list(choice.milliseconds) == ["onnxruntime-cpu"]
+    assert "planted" in choice.dropped["openvino"]
+    bundle = with_choice(deployed, tmp_path / "b", **{name: getattr(choice, name) for name in Choice.model_fields})
     report = attnforge.verify(bundle)
     assert report.passed and "planted" in report.skipped["openvino"]
     assert attnforge.load(bundle).backend == "onnxruntime-cpu"
@@ -108,7 +109,7 @@ def test_what_misses_the_budget_is_not_chosen_and_the_reason_is_kept(
 
 
 @needs_openvino
-def test_a_decoder_is_timed_by_a_prompt_and_as_many_steps(
+def test_a_decoder_is_timed_on_a_prompt_and_as_many_steps(
     decoders: DeployDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: dict[str, Callable[[], Any]] = {}
@@ -126,11 +127,11 @@ def test_a_decoder_is_timed_by_a_prompt_and_as_many_steps(
         return {name: float(name == "openvino") + 1 for name in given}
 
     monkeypatch.setattr(choosing, "medians", race)
-    found = choosing.choose_backend(decoders("rotary", "fp32"), seconds=0.0)
-    assert found is not None and found.picked == "onnxruntime-cpu" and set(runs) == {"onnxruntime-cpu", "openvino"}
+    choice = choosing.choose_backend(decoders("rotary", "fp32"), seconds=0.0)
+    assert choice is not None and choice.picked == "onnxruntime-cpu" and set(runs) == {"onnxruntime-cpu", "openvino"}
 
 
-def test_what_runs_on_a_gpu_comes_first() -> None:
+def test_gpu_backends_come_first() -> None:
     times = {"openvino": 1.0, "tensorrt_rtx": 3.0, "onnxruntime-cpu": 2.0, "onnxruntime-cuda": 2.5}
     assert fastest_first(times) == ["onnxruntime-cuda", "tensorrt_rtx", "openvino", "onnxruntime-cpu"]
 
@@ -144,7 +145,7 @@ def test_a_bundles_own_model_that_misses_the_budget_still_fails_verification(dep
         picked="openvino",
         dropped={"onnxruntime-cpu": "planted"},
     )
-    assert "onnxruntime-cpu" in attnforge.verify(bundle).backends  # it is not passed over for having failed before
+    assert "onnxruntime-cpu" in attnforge.verify(bundle).backends  # it is verified although it failed at deployment
 
 
 @needs_openvino
@@ -157,38 +158,36 @@ def test_a_backend_that_fails_is_not_chosen(deployed: Bundle, monkeypatch: pytes
         return load(bundle, name, **options)
 
     monkeypatch.setattr(choosing, "load", refuse)
-    found = choosing.choose_backend(deployed)
-    assert found is not None and found.picked == "openvino" and found.dropped == {"onnxruntime-cpu": "out of order"}
+    choice = choosing.choose_backend(deployed)
+    assert choice is not None and choice.picked == "openvino" and choice.dropped == {"onnxruntime-cpu": "out of order"}
 
 
 @needs_openvino
-def test_each_is_opened_first_once_and_held_to_the_budget_once(
-    deployed: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_backend_is_opened_first_once_and_verified_once(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     load, hold = session.load, verify.hold
     opened: list[str] = []
-    held: list[str] = []
+    verified: list[str] = []
 
-    def opening(bundle: Bundle, name: str, **options: Any) -> Any:
+    def open_recorded(bundle: Bundle, name: str, **options: Any) -> Any:
         opened.append(name)
         return load(bundle, name, **options)
 
-    def holding(bundle: Bundle, backend: str, *of: Any, **named: Any) -> Any:
-        held.append(backend)
+    def hold_recorded(bundle: Bundle, backend: str, *of: Any, **named: Any) -> Any:
+        verified.append(backend)
         return hold(bundle, backend, *of, **named)
 
-    monkeypatch.setattr(choosing, "load", opening)
-    monkeypatch.setattr(choosing, "hold", holding)
+    monkeypatch.setattr(choosing, "load", open_recorded)
+    monkeypatch.setattr(choosing, "hold", hold_recorded)
     monkeypatch.setattr(choosing, "medians", lambda runs, *limits: {name: 2.0 + len(opened) for name in runs})
-    found = choosing.choose_backend(deployed)
-    assert opened == held + held + held[::-1] and sorted(held) == ["onnxruntime-cpu", "openvino"]
-    assert found is not None and found.milliseconds == dict.fromkeys(held, 7.0)
+    choice = choosing.choose_backend(deployed)
+    assert opened == verified + verified + verified[::-1] and sorted(verified) == ["onnxruntime-cpu", "openvino"]
+    assert choice is not None and choice.milliseconds == dict.fromkeys(verified, 7.0)
 
     opened.clear()
-    held.clear()
-    found = choosing.choose_backend(deployed, seconds=0.0)  # no time to open anything twice
-    assert opened == held + held and sorted(held) == ["onnxruntime-cpu", "openvino"]
-    assert found is not None and found.milliseconds == dict.fromkeys(held, 6.0)
+    verified.clear()
+    choice = choosing.choose_backend(deployed, seconds=0.0)  # no time to open anything twice
+    assert opened == verified + verified and sorted(verified) == ["onnxruntime-cpu", "openvino"]
+    assert choice is not None and choice.milliseconds == dict.fromkeys(verified, 6.0)
 
 
 def test_with_one_backend_there_is_nothing_to_choose(deployed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +195,7 @@ def test_with_one_backend_there_is_nothing_to_choose(deployed: Bundle, monkeypat
     assert choosing.choose_backend(deployed) is None
 
 
-def test_nothing_is_measured_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_nothing_is_measured_with_tune_false(tmp_path: Path) -> None:
     module, args, shapes = build_model("worked-example")
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     assert bundle.manifest.choice is None and bundle.manifest.targets["onnxruntime"].session is None
@@ -264,7 +263,7 @@ def test_a_setting_that_does_not_win_again_or_is_slower_at_the_largest_sizes_is_
     assert len(races) == loses + 1
 
 
-def test_a_setting_that_there_is_no_time_to_try_at_the_largest_sizes_is_not_kept(
+def test_a_setting_not_tried_at_the_largest_sizes_for_lack_of_time_is_not_kept(
     deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -305,7 +304,7 @@ def test_settings_change_no_answer(deployed: Bundle, tmp_path: Path) -> None:
     np.testing.assert_allclose(attnforge.load(bundle, "onnxruntime-cpu").run(feeds)["output"], expected, rtol=1e-5)
 
 
-def test_a_race_gives_each_its_own_time() -> None:
+def test_a_race_times_each_contender_separately() -> None:
     import time
 
     times = medians({"slow": lambda: time.sleep(0.02), "quick": lambda: time.sleep(0.001)}, 5, 1.0)

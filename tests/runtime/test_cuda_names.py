@@ -1,4 +1,4 @@
-"""What the code asks of cuda-python, checked without a GPU: every function of the driver exists, and every use of
+"""The uses of cuda-python, checked without a GPU: every function of the driver exists, and every use of
 cuda.core fits its published signatures. cuda.core's own module is put together when it is imported, which hides its
 types from a checker; they are laid out for it here."""
 
@@ -38,7 +38,7 @@ follow_imports = skip
 
 
 def used(source: str) -> set[str]:
-    """Attributes of the name `driver` in a file."""
+    """Return the attributes of the name `driver` that a file uses."""
     return {
         node.attr
         for node in ast.walk(ast.parse(source))
@@ -56,7 +56,7 @@ def test_every_function_of_the_driver_exists() -> None:
 
 @pytest.fixture(scope="module")
 def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `types/cuda/core`, the signatures, and `attnforge`, as it is installed."""
+    """A folder with the signatures in `types/cuda/core`, and `attnforge` as installed."""
     pytest.importorskip("mypy")
     try:
         shipped = Path(str(importlib.metadata.distribution("cuda-core").locate_file("cuda/core/cu13")))

@@ -1,4 +1,4 @@
-"""Sessions on a GPU, of every backend that the machine has. Without one all of this is skipped; `make gpu` runs it."""
+"""Sessions on a GPU, on every backend that the machine has. All are skipped without a GPU; `make gpu` runs them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def agree(given: Any, expected: Array, tolerance: float = 1e-5) -> None:
 
 @pytest.fixture(scope="module")
 def here(small: Callable[[str], Bundle], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """`here(precision)`: the small bundle with a plan for every TensorRT of this machine, built where it is missing."""
+    """`here(precision)`: the small bundle with a plan for every TensorRT of this machine, deployed once each."""
     folder = tmp_path_factory.mktemp("here")
     made: dict[str, Bundle] = {}
 
@@ -76,7 +76,7 @@ def here(small: Callable[[str], Bundle], tmp_path_factory: pytest.TempPathFactor
 
 
 def opened(bundle: Bundle, backend: str, **options: Any) -> Session:
-    """A session, or a skip with the reason why this machine has none."""
+    """Return a session, or skip the test with the reason why the backend is unavailable."""
     try:
         return attnforge.load(bundle, backend, **options)
     except UnavailableError as error:
@@ -85,8 +85,8 @@ def opened(bundle: Bundle, backend: str, **options: Any) -> Session:
 
 @pytest.fixture(params=ON_GPU)
 def session(request: pytest.FixtureRequest, here: Callable[[str], Bundle]) -> Iterator[Session]:
-    with opened(here("fp32"), request.param) as one:
-        yield one
+    with opened(here("fp32"), request.param) as loaded:
+        yield loaded
 
 
 def test_numpy_in_numpy_out(session: Session) -> None:
@@ -105,19 +105,19 @@ def test_tensors_stay_on_the_device_and_on_their_stream(session: Session, side: 
         for i, shape in enumerate(SHAPES * 3):
             inputs = arrays(*shape, seed=i)
             given = on_device(inputs)
-            given["x"] = given["x"] * 2 / 2  # enqueued on this stream just before
+            given["x"] = given["x"] * 2 / 2  # enqueued on this stream just before the run
             output = session(*given.values())
             assert isinstance(output, Tensor) and output.is_cuda and output.dtype == torch.float32
-            agree(output + 0, eager(inputs))  # and just behind
+            agree(output + 0, eager(inputs))  # and just after it
 
 
 @needs_torch
-def test_outputs_are_not_overwritten_while_they_are_held(session: Session) -> None:
+def test_outputs_are_not_overwritten_while_they_are_referenced(session: Session) -> None:
     feeds = [arrays(seed=i) for i in range(12)]
-    held = [session(*on_device(one).values()) for one in feeds]
-    assert len({tensor.data_ptr() for tensor in held}) == len(held)
-    for one, output in zip(feeds, held, strict=True):
-        agree(output, eager(one))
+    outputs = [session(*on_device(inputs).values()) for inputs in feeds]
+    assert len({tensor.data_ptr() for tensor in outputs}) == len(outputs)
+    for inputs, output in zip(feeds, outputs, strict=True):
+        agree(output, eager(inputs))
 
 
 @needs_torch
@@ -135,7 +135,7 @@ def test_outputs_go_to_the_callers_tensors(session: Session) -> None:
 
 
 class Interface:
-    """What offers `__cuda_array_interface__` and nothing else."""
+    """An object that offers `__cuda_array_interface__` and nothing else."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__ | {"version": 3}
@@ -147,7 +147,7 @@ def test_arrays_of_any_library(session: Session) -> None:
     inputs = arrays()
     output = session(*(Interface(tensor) for tensor in on_device(inputs).values()))
     agree(torch.utils.dlpack.from_dlpack(output), eager(inputs))
-    given: dict[str, Any] = {**on_device(inputs), "padding": inputs["padding"]}  # one on the host
+    given: dict[str, Any] = {**on_device(inputs), "padding": inputs["padding"]}  # one input on the host
     agree(session.run(given)["output"], eager(inputs))
     given["x"] = given["x"].transpose(0, 1).contiguous().transpose(0, 1)
     agree(session.run(given)["output"], eager(inputs))
@@ -184,9 +184,9 @@ def test_graphs_are_captured_replayed_bounded_and_freed(here: Callable[[str], Bu
             agree(session(*inputs.values()), eager(inputs))
         assert session.memory == before
         for shape in [(b, t, 2 * p) for b in (1, 2, 3, 4) for t in (2, 3, 4) for p in (1, 2)]:
-            one = arrays(*shape)
+            inputs_of_shape = arrays(*shape)
             for _ in range(3):
-                agree(session(*one.values()), eager(one))
+                agree(session(*inputs_of_shape.values()), eager(inputs_of_shape))
         assert 1 < session.memory.graphs <= 16
     with opened(here("fp32"), backend, graphs=False) as session:
         session.warm_up()
@@ -204,7 +204,7 @@ def test_graphs_on_request_in_onnxruntime(here: Callable[[str], Bundle]) -> None
 
 def test_many_threads(session: Session) -> None:
     feeds = [arrays(*shape, seed=i) for i, shape in enumerate(SHAPES)]
-    expected = [eager(one) for one in feeds]
+    expected = [eager(inputs) for inputs in feeds]
 
     def work(seed: int) -> None:
         order = random.Random(seed)
@@ -221,7 +221,7 @@ def test_many_threads(session: Session) -> None:
 
 
 @needs_torch
-def test_what_is_started_can_be_waited_for(session: Session) -> None:
+def test_a_pending_run_can_be_waited_for(session: Session) -> None:
     inputs = arrays()
     for given in (inputs, on_device(inputs)):
         pending = session.run_async(given)
@@ -230,11 +230,11 @@ def test_what_is_started_can_be_waited_for(session: Session) -> None:
 
 
 @needs_torch
-def test_a_thousand_loads_and_closes_leave_the_memory_as_it_was(session: Session) -> None:
+def test_a_thousand_loads_and_closes_do_not_leak_memory(session: Session) -> None:
     def cycle(n: int) -> None:
         for _ in range(n):
-            with attnforge.load(session.bundle, session.backend, contexts=1) as one:
-                one(*arrays().values())
+            with attnforge.load(session.bundle, session.backend, contexts=1) as loaded:
+                loaded(*arrays().values())
 
     cycle(20)
     free = torch.cuda.mem_get_info()[0]
@@ -272,7 +272,7 @@ def half(inputs: dict[str, Array]) -> dict[str, Array]:
     return {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in inputs.items()}
 
 
-def test_what_was_compiled_is_kept_for_the_next_start(here: Callable[[str], Bundle], tmp_path: Path) -> None:
+def test_compiled_kernels_are_kept_for_the_next_start(here: Callable[[str], Bundle], tmp_path: Path) -> None:
     copy = Bundle(shutil.copytree(here("fp16").path, tmp_path / "copy"))
     for _ in range(2):
         with opened(copy, "tensorrt_rtx") as session:
@@ -286,7 +286,7 @@ def test_what_was_compiled_is_kept_for_the_next_start(here: Callable[[str], Bund
 def test_polygraphy_runs_the_same_plan_within_the_budget(
     here: Callable[[str], Bundle], flavour: str, precision: str, tmp_path: Path
 ) -> None:
-    """A second runtime over the very plan: where both are right, an error of one would not be the plan's."""
+    """A second runtime runs the same plan. If only one of them is wrong, the plan is not the cause."""
     with opened(here(precision), flavour) as session:
         ours = hold(session.bundle, flavour, session.run)
     theirs = second_opinion(here(precision), flavour, 0, tmp_path, 300)
@@ -297,4 +297,4 @@ def test_polygraphy_runs_the_same_plan_within_the_budget(
 def test_every_backend_is_within_the_parity_budget(here: Callable[[str], Bundle], precision: str) -> None:
     report = attnforge.verify(here(precision))
     assert set(report.backends) & set(ON_GPU), report.skipped
-    assert report.passed, {name: found.failures for name, found in report.backends.items()}
+    assert report.passed, {name: parity.failures for name, parity in report.backends.items()}

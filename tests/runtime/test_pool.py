@@ -1,4 +1,4 @@
-"""What threads share: lent to one at a time, bounded, and given back whatever happens."""
+"""Objects shared between threads: lent to one thread at a time, bounded in number, and always returned."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from attnforge.runtime.pool import HostOutputs, Pool, Recent
 
 
 class Thing:
-    """Notices when two hold it."""
+    """An object with a lock, which detects simultaneous use by two threads."""
 
     def __init__(self) -> None:
-        self.held = threading.Lock()
+        self.lock = threading.Lock()
         self.uses = 0
 
 
-def test_no_two_threads_hold_the_same_and_no_more_are_made_than_allowed() -> None:
+def test_no_two_threads_share_an_object_and_the_bound_is_respected() -> None:
     pool = Pool(Thing, 3)
 
     def use(seed: int) -> None:
         order = random.Random(seed)
         for _ in range(200):
             with pool.borrow() as thing:
-                assert thing.held.acquire(blocking=False)
+                assert thing.lock.acquire(blocking=False)
                 thing.uses += 1
                 if order.random() < 0.05:
                     time.sleep(0.0005)
-                thing.held.release()
+                thing.lock.release()
 
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(use, range(16)))
@@ -43,7 +43,7 @@ def test_no_two_threads_hold_the_same_and_no_more_are_made_than_allowed() -> Non
     assert sum(thing.uses for thing in pool.items()) == 16 * 200
 
 
-def test_one_thread_alone_needs_one() -> None:
+def test_a_single_thread_needs_one_object() -> None:
     pool = Pool(Thing, 8)
     for _ in range(5):
         with pool.borrow():
@@ -51,7 +51,7 @@ def test_one_thread_alone_needs_one() -> None:
     assert pool.made == 1
 
 
-def test_the_preferred_is_lent_before_a_new_one_is_made_and_a_new_one_before_another() -> None:
+def test_preferred_objects_come_before_new_ones_and_new_ones_before_the_rest() -> None:
     pool: Pool[Thing] = Pool(Thing, 2)
     with pool.borrow() as first:
         first.uses = 7
@@ -61,11 +61,11 @@ def test_the_preferred_is_lent_before_a_new_one_is_made_and_a_new_one_before_ano
         assert second is not first and pool.made == 2
     with pool.borrow(lambda thing: thing.uses == 7) as again:
         assert again is first
-    with pool.borrow(lambda thing: False) as any_one:
-        assert any_one in (first, second) and pool.made == 2
+    with pool.borrow(lambda thing: False) as any_thing:
+        assert any_thing in (first, second) and pool.made == 2
 
 
-def test_what_fails_in_use_comes_back_and_what_cannot_be_made_is_not_counted() -> None:
+def test_objects_come_back_after_an_error_and_failed_constructions_do_not_count() -> None:
     pool = Pool(Thing, 1)
     with pytest.raises(KeyError), pool.borrow():
         raise KeyError
@@ -86,7 +86,7 @@ def test_what_fails_in_use_comes_back_and_what_cannot_be_made_is_not_counted() -
         assert pool.made == 1
 
 
-def test_closing_waits_for_what_is_lent_frees_all_and_refuses_who_comes_later() -> None:
+def test_closing_waits_for_lent_objects_frees_all_and_refuses_later_borrows() -> None:
     pool, freed, in_use = Pool(Thing, 2), [], threading.Event()
 
     def use() -> None:
@@ -105,13 +105,13 @@ def test_closing_waits_for_what_is_lent_frees_all_and_refuses_who_comes_later() 
         pass
 
 
-def test_who_waits_while_it_is_closed_is_refused() -> None:
-    pool, refused, in_use, leave = Pool(Thing, 1), [], threading.Event(), threading.Event()
+def test_a_waiting_thread_is_refused_when_the_pool_closes() -> None:
+    pool, refused, in_use, release = Pool(Thing, 1), [], threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def occupy() -> None:
         with pool.borrow():
             in_use.set()
-            leave.wait()
+            release.wait()
 
     def wait() -> None:
         try:
@@ -120,20 +120,20 @@ def test_who_waits_while_it_is_closed_is_refused() -> None:
         except UsageError as error:
             refused.append(str(error))
 
-    threads = [threading.Thread(target=hold), threading.Thread(target=wait)]
+    threads = [threading.Thread(target=occupy), threading.Thread(target=wait)]
     threads[0].start()
     in_use.wait()
     threads[1].start()
     closing = threading.Thread(target=pool.close, args=(lambda thing: None,))
     closing.start()
     threads[1].join(timeout=10)
-    leave.set()
+    release.set()
     closing.join(timeout=10)
     threads[0].join(timeout=10)
     assert refused == ["the session was closed; load the bundle again"]
 
 
-def test_what_was_used_longest_ago_gives_way() -> None:
+def test_the_least_recently_used_entry_is_evicted() -> None:
     dropped: list[int] = []
     recent: Recent[str, int] = Recent(2, dropped.append)
     recent.put("a", 1)
@@ -141,7 +141,7 @@ def test_what_was_used_longest_ago_gives_way() -> None:
     assert recent.get("a") == 1 and recent.get("c") is None
     recent.put("c", 3)
     assert dropped == [2] and "b" not in recent and "a" in recent and len(recent) == 2
-    recent.put("a", 4)  # what is replaced goes too
+    recent.put("a", 4)  # a replaced value is dropped too
     assert dropped == [2, 1] and recent.get("a") == 4
     recent.clear()
     assert sorted(dropped) == [1, 2, 3, 4] and len(recent) == 0
@@ -157,43 +157,43 @@ def address(array: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, "float16", BFLOAT16, np.int64])
-def test_memory_comes_back_when_the_last_array_of_it_is_gone(dtype: object) -> None:
+def test_memory_is_reused_when_its_last_array_is_gone(dtype: object) -> None:
     outputs = HostOutputs()
     first = outputs.empty(SHAPE, dtype)
     assert first.shape == SHAPE and first.dtype == np.dtype(dtype) and first.flags.writeable  # type: ignore[call-overload]
-    where, part = address(first), first[3:5].T
+    location, part = address(first), first[3:5].T
     del first
     gc.collect()
-    other = outputs.empty(SHAPE, dtype)
-    assert address(other) != where  # a part of it is still held
+    second = outputs.empty(SHAPE, dtype)
+    assert address(second) != location  # a view of the first is still referenced
     del part
     gc.collect()
-    assert address(outputs.empty(SHAPE, dtype)) == where
+    assert address(outputs.empty(SHAPE, dtype)) == location
 
 
-def test_other_sizes_do_not_get_it_and_do_not_lose_it() -> None:
+def test_memory_is_reused_for_the_same_size_only() -> None:
     outputs = HostOutputs()
-    held = address(outputs.empty(SHAPE, np.float32))
-    other = outputs.empty((65, 512), np.float32)
-    assert address(other) != held
-    assert address(outputs.empty((512, 64), np.float32)) == held
+    location = address(outputs.empty(SHAPE, np.float32))
+    larger = outputs.empty((65, 512), np.float32)
+    assert address(larger) != location
+    assert address(outputs.empty((512, 64), np.float32)) == location
 
 
-def test_only_some_is_kept() -> None:
+def test_idle_memory_is_bounded() -> None:
     outputs = HostOutputs()
     arrays = [outputs.empty(SHAPE, np.float32) for _ in range(3 * HostOutputs.KEPT)]
     arrays.clear()
     assert len(outputs._idle) == HostOutputs.KEPT
 
 
-def test_what_is_small_or_empty_is_as_numpy_gives_it() -> None:
+def test_small_and_empty_arrays_are_allocated_by_numpy() -> None:
     outputs = HostOutputs()
     for shape in ((3,), (0, 4096), ()):
         assert outputs.empty(shape, np.float32).shape == shape
     assert not outputs._idle
 
 
-def test_no_two_callers_share_any() -> None:
+def test_no_two_callers_share_memory() -> None:
     outputs = HostOutputs()
 
     def call(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Shuffled turns: their order, their calls, and when they end. No time decides a test."""
+"""Shuffled turns: their order, their calls, and when they end. No test depends on measured times."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import pytest
 from attnforge.runtime import race
 
 
-def test_contenders_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "LONG", 0.0)  # no call but the timed one
+def test_contenders_take_turns_in_changing_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "LONG", 0.0)  # no untimed calls
     monkeypatch.setattr(race, "MOST_CALLS", 1)
-    said: list[str] = []
+    calls: list[str] = []
     names = ["a", "b", "c"]
-    times = race.race({name: lambda name=name: said.append(name) for name in names}, 12)  # type: ignore[misc]
-    order = said[len(names) :]  # the first of each only tells how long it takes
+    times = race.race({name: lambda name=name: calls.append(name) for name in names}, 12)  # type: ignore[misc]
+    order = calls[len(names) :]  # the first call of each only measures its duration
     rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert len(rounds) == 12 and all(sorted(names_of_round) == names for names_of_round in rounds)
-    assert len({tuple(one) for one in rounds}) > 2
-    assert {name: [len(one) for one in times[name]] for name in names} == {name: [1] * 12 for name in names}
+    assert len({tuple(names_of_round) for names_of_round in rounds}) > 2
+    assert {name: [len(turn) for turn in times[name]] for name in names} == {name: [1] * 12 for name in names}
 
 
-def test_another_race_has_other_orders() -> None:
+def test_another_seed_gives_other_orders() -> None:
     def orders(seed: int) -> list[str]:
-        said: list[str] = []
-        race.race({name: lambda name=name: said.append(name) for name in "abc"}, 4, seed=seed)  # type: ignore[misc]
-        return said
+        calls: list[str] = []
+        race.race({name: lambda name=name: calls.append(name) for name in "abc"}, 4, seed=seed)  # type: ignore[misc]
+        return calls
 
     assert orders(0) == orders(0) != orders(1)
 
 
-def test_what_is_quick_runs_several_times_a_turn_and_each_call_is_timed() -> None:
+def test_quick_contenders_run_several_times_a_turn_and_each_call_is_timed() -> None:
     times = race.race({"quick": lambda: None, "slow": lambda: time.sleep(0.03)}, 3)
-    assert [len(one) for one in times["quick"]] == [race.MOST_CALLS] * 3
-    assert [len(one) for one in times["slow"]] == [1] * 3
-    assert all(ms >= 30 for one in times["slow"] for ms in one)
+    assert [len(turn) for turn in times["quick"]] == [race.MOST_CALLS] * 3
+    assert [len(turn) for turn in times["slow"]] == [1] * 3
+    assert all(ms >= 30 for turn in times["slow"] for ms in turn)
 
 
 @pytest.mark.parametrize(
     ("seconds", "warmed"),
     [
         ([0.001, 0.02, 0.09], 0.09),
-        ([0.09, 0.11, 0.15, 0.2, 0.5], 0.2),  # nobody is warm beside one who is cold and nearly as quick
+        ([0.09, 0.11, 0.15, 0.2, 0.5], 0.2),  # each but the last is less than twice the one before
         ([0.04, 0.1], 0.04),
-        ([0.1, 0.11, 0.15], 0.0),  # all are long
+        ([0.1, 0.11, 0.15], 0.0),  # all take long
     ],
 )
-def test_who_is_nearly_as_quick_is_as_warm(seconds: list[float], warmed: float) -> None:
+def test_contenders_of_similar_speed_are_warmed_up_alike(seconds: list[float], warmed: float) -> None:
     assert race.longest_warmed_up(seconds) == warmed == race.longest_warmed_up(reversed(seconds))
 
 
@@ -80,9 +80,9 @@ def test_a_turn_keeps_what_it_returns_and_rounds_pair() -> None:
     results = race.in_turns({name: lambda name=name: turn(name) for name in "abc"}, 5, settle=0.0)  # type: ignore[misc]
     for name in "abc":
         assert [result[0] for result in results[name]] == [name] * 5
-        assert [(place - 1) // 3 for _, place in results[name]] == list(range(5))
+        assert [(number - 1) // 3 for _, number in results[name]] == list(range(5))
 
 
-def test_turns_end_after_the_fewest_rounds_where_time_is_up() -> None:
+def test_turns_end_after_the_minimum_of_rounds_when_time_is_up() -> None:
     assert len(race.in_turns({"a": lambda: 1}, 50, 0.0, fewest=7, settle=0.001)["a"]) == 7
     assert race.in_turns({}, 50) == {}

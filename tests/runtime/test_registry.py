@@ -1,4 +1,4 @@
-"""What a session chooses before anything runs: the plan for a device, the profile for a shape, the file of a cache."""
+"""Choices of a session before anything runs: the plan for a device, the profile for a shape, the file of a cache."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def engine(*capabilities: str, version: str = VERSION, file: str = "") -> Engine
         ([engine("SM89", version="1.6", file="old"), engine("portable")], "SM89", "portable"),
     ],
 )
-def test_the_plan_for_just_this_device_is_the_best(engines: list[Engine], capability: str, chosen: str) -> None:
-    found = engine_for(engines, VERSION, capability)
-    assert isinstance(found, Engine) and found.file == chosen
+def test_a_plan_for_exactly_this_device_is_preferred(engines: list[Engine], capability: str, chosen: str) -> None:
+    plan = engine_for(engines, VERSION, capability)
+    assert isinstance(plan, Engine) and plan.file == chosen
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_the_plan_for_just_this_device_is_the_best(engines: list[Engine], capabi
         ([engine("SM89", version="1.6")], "SM89", "rebuild=True"),
     ],
 )  # fmt: skip
-def test_a_plan_for_another_device_is_refused_with_what_to_do(
+def test_a_plan_for_another_device_is_refused_with_a_remedy(
     engines: list[Engine], capability: str, message: str
 ) -> None:
-    found = engine_for(engines, VERSION, capability)
-    assert isinstance(found, str) and re.search(message, found)
+    reason = engine_for(engines, VERSION, capability)
+    assert isinstance(reason, str) and re.search(message, reason)
 
 
 # Profiles
@@ -81,19 +81,21 @@ LONG: dict[str, Range] = {"batch": (1, 4, 64), "tokens": (1024, 2048, 4096)}
     ("batch", "tokens", "profile"),
     [(1, 128, 1), (1, 16, 1), (4, 128, 0), (8, 100, 0), (4, 2048, 2), (4, 1500, 2), (1, 4096, 2), (64, 1, 0)],
 )
-def test_the_profile_whose_optimum_is_nearest(batch: int, tokens: int, profile: int) -> None:
+def test_the_profile_with_the_nearest_optimum_is_chosen(batch: int, tokens: int, profile: int) -> None:
     assert profile_for([WHOLE, ONE, LONG], {"batch": batch, "tokens": tokens}) == profile
 
 
-def test_of_equally_near_ones_the_narrowest() -> None:
+def test_of_equally_near_profiles_the_narrowest_is_chosen() -> None:
     narrow: dict[str, Range] = {"batch": (2, 4, 8), "tokens": (64, 128, 256)}
     assert profile_for([WHOLE, narrow, WHOLE], {"batch": 4, "tokens": 128}) == 1
     assert profile_for([WHOLE, WHOLE], {"batch": 4, "tokens": 128}) == 0
 
 
-def test_without_dynamic_dims_there_is_one_and_sizes_that_none_holds_are_refused() -> None:
+def test_static_plans_have_one_profile_and_sizes_outside_all_profiles_are_refused() -> None:
     assert profile_for([], {}) == 0
-    with pytest.raises(InputError, match="no optimization profile of the plan holds batch 65, tokens 1; deploy again"):
+    with pytest.raises(
+        InputError, match="no optimization profile of the plan includes batch 65, tokens 1; deploy again"
+    ):
         profile_for([WHOLE, ONE], {"batch": 65, "tokens": 1})
 
 
@@ -101,10 +103,10 @@ ranges = st.lists(st.integers(1, 50), min_size=3, max_size=3).map(lambda three: 
 
 
 @given(st.lists(ranges, min_size=1, max_size=5), st.integers(1, 50))
-def test_what_is_chosen_holds_the_size_and_none_that_does_is_nearer(bounds: list[Range], size: int) -> None:
-    profiles = [{"n": one} for one in bounds]
-    holding = [i for i, (low, _, high) in enumerate(bounds) if low <= size <= high]
-    if not holding:
+def test_the_nearest_profile_that_includes_the_size_is_chosen(bounds: list[Range], size: int) -> None:
+    profiles = [{"n": bound} for bound in bounds]
+    including = [i for i, (low, _, high) in enumerate(bounds) if low <= size <= high]
+    if not including:
         with pytest.raises(InputError):
             profile_for(profiles, {"n": size})
         return
@@ -113,7 +115,7 @@ def test_what_is_chosen_holds_the_size_and_none_that_does_is_nearer(bounds: list
     def factor(i: int) -> float:
         return max(size, bounds[i][1]) / min(size, bounds[i][1])
 
-    assert chosen in holding and factor(chosen) <= min(map(factor, holding)) * (1 + 1e-6)
+    assert chosen in including and factor(chosen) <= min(map(factor, including)) * (1 + 1e-6)
 
 
 BATCH = DimSpec(symbol="batch", min=1, opt=4, max=64)
@@ -123,7 +125,7 @@ INPUTS = [
 ]
 
 
-def test_profiles_are_the_whole_and_what_is_added() -> None:
+def test_profiles_are_the_full_range_and_the_requested_ones() -> None:
     whole = {"batch": (1, 4, 64), "pairs": (1, 4, 10)}
     assert profiles_of(INPUTS) == [whole]
     assert profiles_of(INPUTS, [{"batch": (1, 1, 1)}, {"pairs": (2, 3, 4), "batch": (2, 2, 2)}]) == [
@@ -135,8 +137,10 @@ def test_profiles_are_the_whole_and_what_is_added() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 2), (1, 65, 65), (2, 1, 3), (3, 3, 2), (1, 4, 65)])
-def test_a_profile_that_cannot_be_meant_is_refused(wrong: Range) -> None:
-    with pytest.raises(UsageError, match=r"a profile has batch from .*; give min ≤ opt ≤ max from 1 to 64"):
+def test_an_invalid_profile_is_refused(wrong: Range) -> None:
+    with pytest.raises(
+        UsageError, match=r"a profile has batch from .*; give min ≤ opt ≤ max within the dim's range, 1 to 64"
+    ):
         profiles_of(INPUTS, [{"batch": wrong}])
 
 
@@ -148,37 +152,35 @@ def test_a_profile_of_an_unknown_dim_is_refused() -> None:
 # Caches
 
 
-def test_a_cache_is_of_one_device_version_and_plan(tmp_path: Path) -> None:
+def test_a_cache_belongs_to_one_device_version_and_plan(tmp_path: Path) -> None:
     bundle = tmp_path / "vit.bundle"
     known = {"version": "1.7.1.116", "device": "NVIDIA H200", "plan_sha256": "ab" * 32}
     file = cache.runtime_cache_file(bundle, **known)
     assert file == tmp_path / "vit.bundle.cache" / "tensorrt_rtx-1.7.1.116-nvidia-h200-abababababababab.kernels"
-    others = [{"version": "1.7.2"}, {"device": "NVIDIA A100-SXM4-80GB"}, {"plan_sha256": "cd" * 32}]
-    assert len({file, *(cache.runtime_cache_file(bundle, **{**known, **other}) for other in others)}) == 4
+    changes = [{"version": "1.7.2"}, {"device": "NVIDIA A100-SXM4-80GB"}, {"plan_sha256": "cd" * 32}]
+    assert len({file, *(cache.runtime_cache_file(bundle, **{**known, **change}) for change in changes)}) == 4
     timings = cache.timing_cache_file(bundle, "11.4.0", "NVIDIA H200")
     assert timings.parent == file.parent and timings.name == "tensorrt-11.4.0-nvidia-h200.timings"
 
 
-def test_what_is_kept_is_read_again_and_replaced_whole(tmp_path: Path) -> None:
+def test_cache_files_are_read_back_and_replaced_as_a_whole(tmp_path: Path) -> None:
     file = cache.runtime_cache_file(tmp_path / "b", "1", "gpu", "0" * 64)
     assert cache.read(file) is None
-    assert cache.write(file, b"one") and cache.read(file) == b"one"
-    assert cache.write(file, b"two") and cache.read(file) == b"two"
+    assert cache.write(file, b"first") and cache.read(file) == b"first"
+    assert cache.write(file, b"second") and cache.read(file) == b"second"
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 @pytest.mark.parametrize("mode", [0o622, 0o662, 0o666])
-def test_kernels_that_others_may_write_are_not_read(
-    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_writable_by_others_are_not_read(tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "kernels"
     file.write_bytes(b"code")
     file.chmod(mode)
     assert cache.read(file) is None and "others may write to it" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "b.cache").write_text("a file where the folder would be")
     assert not cache.write(cache.timing_cache_file(tmp_path / "b", "1", "gpu"), b"x")
 
@@ -186,24 +188,24 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
 # Backends
 
 
-def test_the_next_backend_is_taken_where_the_best_cannot_be_opened_after_all(
+def test_the_next_backend_is_used_where_the_best_cannot_be_opened(
     small: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan may turn out not to load only when it is tried."""
-    real = backends.open_backend
+    """Some plans turn out not to load only when they are opened."""
+    bundle, real = small("fp32"), backends.open_backend  # deployed before anything is patched
 
-    def refuse(bundle: Bundle, backend: str, options: Options) -> Any:
+    def refuse(opened: Bundle, backend: str, options: Options) -> Any:
         if backend != "onnxruntime-cpu":
             raise UnavailableError("it is of another device")
-        return real(bundle, backend, options)
+        return real(opened, backend, options)
 
     monkeypatch.setattr(backends, "open_backend", refuse)
     monkeypatch.setattr(backends, "why_not_unasked", lambda bundle, backend, device: None)
     monkeypatch.setattr(backends, "why_unavailable", lambda bundle, backend, device: None)
-    with attnforge.load(small("fp32")) as session:
+    with attnforge.load(bundle) as session:
         assert session.backend == "onnxruntime-cpu"
     with pytest.raises(UnavailableError, match=r"^tensorrt_rtx: it is of another device$"):
-        attnforge.load(small("fp32"), "tensorrt_rtx")
+        attnforge.load(bundle, "tensorrt_rtx")
 
 
 STRANGERS = backends.STRANGERS.format("tensorrt_rtx")
@@ -211,16 +213,16 @@ STRANGERS = backends.STRANGERS.format("tensorrt_rtx")
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked before anything runs, answered as on a machine with a GPU; nothing is loaded there."""
+    """Answer the checks before a run as on a machine with a GPU; nothing is loaded there."""
     pytest.importorskip("tensorrt_rtx")
     monkeypatch.setattr(backends, "cuda_devices", lambda: 1)
     monkeypatch.setattr(backends, "compute_capability", lambda device: "SM89")
 
 
-def test_a_plan_is_loaded_unasked_for_the_user_who_built_it_alone(
+def test_a_plan_is_loaded_by_default_only_for_the_user_who_built_it(
     small: Callable[[str], Bundle], on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan may run code; whoever else's it is has to be named, or vouched for."""
+    """A plan may run code, so other users' plans must be requested by name or signed with a trusted key."""
     bundle = small("fp32")
     assert backends.why_not_unasked(bundle, "tensorrt_rtx") is None
     stranger = Bundle(shutil.copytree(bundle.path, tmp_path / "b"))
@@ -239,7 +241,7 @@ def test_a_plan_is_loaded_unasked_for_the_user_who_built_it_alone(
     assert backends.why_not_unasked(bundle, "tensorrt_rtx") == STRANGERS, "the user can keep no key"
 
 
-def test_a_plan_that_a_trusted_key_has_signed_is_loaded_unasked(
+def test_a_plan_signed_with_a_trusted_key_is_loaded_by_default(
     small: Callable[[str], Bundle], on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("model_signing")
@@ -250,7 +252,7 @@ def test_a_plan_that_a_trusted_key_has_signed_is_loaded_unasked(
     assert backends.why_not_unasked(Bundle(folder), "tensorrt_rtx") == STRANGERS
 
 
-def test_a_plan_that_nobody_vouches_for_is_passed_over_and_the_log_says_so(
+def test_an_untrusted_plan_is_skipped_and_logged(
     small: Callable[[str], Bundle], on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -262,7 +264,7 @@ def test_a_plan_that_nobody_vouches_for_is_passed_over_and_the_log_says_so(
     backend.close()
 
 
-def test_a_library_that_keeps_files_gets_a_folder_that_came_with_no_bundle(
+def test_a_library_that_keeps_files_gets_a_folder_outside_the_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = []
@@ -283,19 +285,19 @@ def test_a_library_that_keeps_files_gets_a_folder_that_came_with_no_bundle(
     assert cache.own_folder(tmp_path / "b", "onnxruntime") is None, "the user can keep no key"
 
 
-def test_fused_sites_are_counted_for_the_backend_that_compiled_them_alone(small: Callable[[str], Bundle]) -> None:
-    """Of ONNX Runtime's providers only the one of the CPU compiled anything when the bundle was deployed."""
+def test_fused_sites_are_counted_only_for_the_backend_that_compiled_them(small: Callable[[str], Bundle]) -> None:
+    """Of ONNX Runtime's providers, only the CPU provider compiled anything when the bundle was deployed."""
     certificate = small("fp32").manifest.attention
     counts = {name: backends.fused_by(certificate, name) for name in backends.BACKENDS}
     assert counts["onnxruntime-cpu"] == certificate.fused["onnxruntime"]
     assert counts["tensorrt_rtx"] == certificate.fused["tensorrt_rtx"] == 0, "TensorRT fuses no attention in fp32"
     assert counts["tensorrt"] == "the bundle was not deployed for tensorrt"
     for name in ("onnxruntime-tensorrt", "onnxruntime-cuda"):
-        assert "nobody counted" in str(counts[name])
-    assert counts["openvino"] == "it does not say what it fuses"
+        assert "counted" in str(counts[name])
+    assert counts["openvino"] == "it does not report what it fuses"
 
 
-def test_what_tensorrt_rtx_has_against_a_plan_is_said() -> None:
+def test_reasons_of_tensorrt_rtx_against_a_plan_are_reported() -> None:
     tensorrt = pytest.importorskip("attnforge.runtime.backends.tensorrt")
     trt = pytest.importorskip("tensorrt_rtx")
     assert list(tensorrt.invalid(0)) == []
@@ -308,11 +310,11 @@ def test_errors_of_tensorrt_are_recorded(tmp_path: Path) -> None:
     tensorrt = pytest.importorskip("attnforge.runtime.backends.tensorrt")
     trt = pytest.importorskip("tensorrt_rtx")
     recorder = tensorrt._recorder(trt)
-    assert recorder.last() == "it gave no reason, unless on standard error"
+    assert recorder.last() == "it gave no reason, except possibly on standard error"
     runtime = trt.Runtime(trt.Logger(trt.Logger.INTERNAL_ERROR))
     runtime.error_recorder = recorder
     assert runtime.deserialize_cuda_engine(b"no plan" * 100) is None
-    count = trt.IErrorRecorder.num_errors(recorder)  # by TensorRT's own way
+    count = trt.IErrorRecorder.num_errors(recorder)  # as TensorRT calls it
     assert count >= 1
     assert "deserialize" in "".join(trt.IErrorRecorder.get_error_desc(recorder, i) for i in range(count))
 
@@ -330,14 +332,14 @@ def test_arrays_without_gaps(shape: tuple[int, ...], strides: tuple[int, ...] | 
 
 
 @pytest.mark.parametrize(("precision", "tf32"), [("fp32", "0"), ("tf32", "1")])
-def test_what_onnxruntime_is_told_on_a_gpu(small: Callable[[str], Bundle], precision: str, tf32: str) -> None:
+def test_provider_options_of_onnxruntime_on_a_gpu(small: Callable[[str], Bundle], precision: str, tf32: str) -> None:
     module = pytest.importorskip("attnforge.runtime.backends.onnxruntime_gpu")
     bundle = small(precision)
     ((name, cuda),) = module.provider_options(bundle, "onnxruntime-cuda", Options(device=1), stream=4096)
     assert name == "CUDAExecutionProvider"
     assert cuda == {"device_id": "1", "user_compute_stream": "4096", "use_tf32": tf32, "enable_cuda_graph": "0"}
-    (name, with_tensorrt), other = module.provider_options(bundle, "onnxruntime-tensorrt", Options(graphs=True), 1)
-    assert name == "TensorrtExecutionProvider" and other[1]["enable_cuda_graph"] == "0"
+    (name, with_tensorrt), with_cuda = module.provider_options(bundle, "onnxruntime-tensorrt", Options(graphs=True), 1)
+    assert name == "TensorrtExecutionProvider" and with_cuda[1]["enable_cuda_graph"] == "0"
     assert with_tensorrt["trt_cuda_graph_enable"] == "1"
     assert with_tensorrt["trt_profile_min_shapes"] == "x:1x2x16,memory:1x2x16,padding:1x2,kinds:16"
     assert with_tensorrt["trt_profile_opt_shapes"] == "x:2x5x16,memory:2x6x16,padding:2x6,kinds:16"

@@ -1,4 +1,4 @@
-"""Sessions: inputs are checked before anything runs, outputs are of the kind that came in, and no torch is needed."""
+"""Sessions: inputs are checked before anything runs, outputs have the inputs' array type, and torch is optional."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def agree(given: Any, expected: Array, tolerance: float = 2e-6) -> None:
     assert np.linalg.norm(np.asarray(given, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
 
 
-# What comes in, what goes out
+# Inputs and outputs
 
 
 def test_by_position_and_by_name(session: Session) -> None:
@@ -152,7 +152,7 @@ def test_outputs_are_written_to_the_callers_arrays(session: Session) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_outputs_of_half_precisions_are_written_too(small: DeploySmall, precision: str) -> None:
+def test_outputs_in_half_precision_are_written_too(small: DeploySmall, precision: str) -> None:
     with attnforge.load(small(precision), "onnxruntime-cpu") as session:
         dtype = np.dtype(session.outputs[0].dtype)
         inputs = [a.astype(dtype) if a.dtype == np.float32 else a for a in arrays().values()]
@@ -214,7 +214,7 @@ def test_outputs_that_overlap_are_refused(tmp_path: Path, backend: str) -> None:
     assert (apart == 2).all()
 
 
-def test_outs_that_cannot_be_meant(session: Session) -> None:
+def test_invalid_output_arguments(session: Session) -> None:
     inputs = arrays()
     y = session(*inputs.values())
     with pytest.raises(UnknownNameError, match="unknown output 'y'; known: output"):
@@ -226,14 +226,14 @@ def test_outs_that_cannot_be_meant(session: Session) -> None:
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copying.copy, copying.deepcopy])
-def test_a_session_stays_in_its_process(session: Session, take: Callable[[Session], object]) -> None:
-    with pytest.raises(UsageError, match="cannot be pickled or copied; load the bundle in each process"):
+def test_a_session_cannot_be_pickled_or_copied(session: Session, take: Callable[[Session], object]) -> None:
+    with pytest.raises(UsageError, match="cannot be pickled or copied; load the bundle in each"):
         take(session)
 
 
 @pytest.mark.parametrize("option", ["threads", "contexts"])
 @pytest.mark.parametrize("number", [2.0, "2"])
-def test_options_that_are_no_whole_numbers(small: DeploySmall, option: str, number: Any) -> None:
+def test_options_that_are_no_integers(small: DeploySmall, option: str, number: Any) -> None:
     with pytest.raises(UsageError, match=f"{option} is {number!r}; give a whole number"):
         attnforge.load(small("fp32"), "onnxruntime-cpu", **{option: number})
 
@@ -243,7 +243,7 @@ def test_options_that_are_no_whole_numbers(small: DeploySmall, option: str, numb
 def test_a_session_runs_on_when_its_bundle_is_replaced(
     copy: Path, small: DeploySmall, monkeypatch: pytest.MonkeyPatch, backend: str, how: str
 ) -> None:
-    """Its weights may be mapped from the file, which a rename leaves as it is."""
+    """Its weights may be mapped from the file, which a rename leaves unchanged."""
     if how == "by its path":
         monkeypatch.setattr("attnforge.bundle.reading.READ_WHOLE", 0)
     if how == "mapped":
@@ -252,10 +252,10 @@ def test_a_session_runs_on_when_its_bundle_is_replaced(
         attnforge.deploy(module, args, copy, shapes, targets=["onnxruntime"], tune=False, force=True)
         assert (copy / "weights.data").is_file()
     feeds = arrays()
-    with attnforge.load(copy, backend) as session, ThreadPoolExecutor(1) as other:
+    with attnforge.load(copy, backend) as session, ThreadPoolExecutor(1) as thread:
         for _ in range(3):  # until nothing is left to prepare
             before = session.run(feeds)["output"].copy()
-        running = other.submit(lambda: [session.run(feeds)["output"].copy() for _ in range(200)])
+        running = thread.submit(lambda: [session.run(feeds)["output"].copy() for _ in range(200)])
         for _ in range(5):
             with writing(copy, force=True) as folder:
                 shutil.copytree(small("fp16").path, folder, dirs_exist_ok=True)
@@ -265,13 +265,13 @@ def test_a_session_runs_on_when_its_bundle_is_replaced(
 
 
 class Flattened(nn.Module):
-    """An output whose size is an expression of the inputs', and one of the input's own shape."""
+    """An output whose size is an expression of the inputs' sizes, and one with the input's shape."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.flatten(), x * 2
 
 
-def test_an_output_whose_shape_the_inputs_do_not_name(tmp_path: Path) -> None:
+def test_an_output_with_a_shape_that_the_inputs_do_not_name(tmp_path: Path) -> None:
     shapes = ({0: Dim("rows", min=1, max=9), 1: Dim("columns", min=1, max=9)},)
     bundle = attnforge.deploy(
         Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False
@@ -288,8 +288,8 @@ def test_an_output_whose_shape_the_inputs_do_not_name(tmp_path: Path) -> None:
             session.run({session.inputs[0].name: x}, out={names[0]: np.zeros(11, np.float32)})
 
 
-def test_large_outputs_are_written_where_they_are_to_be(tmp_path: Path) -> None:
-    """More than is copied: bound to the caller's memory, beside one that is not given and one of an unknown size."""
+def test_large_outputs_are_written_to_the_callers_memory(tmp_path: Path) -> None:
+    """Outputs too large to be copied are bound to the caller's memory, next to one that is allocated for the run."""
     shapes = ({0: Dim("rows", min=1, max=9000), 1: Dim("columns", min=1, max=9)},)
     bundle = attnforge.deploy(
         Flattened(), (torch.randn(2, 3),), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False
@@ -316,13 +316,13 @@ EXPRESSIONS = {
 def test_sizes_of_outputs_are_computed_from_those_of_the_inputs(expression: str) -> None:
     inputs = [TensorSpec(name=s, dtype="float32", dims=[DimSpec(symbol=s, min=1, max=9)]) for s in SIZES_OF]
     outputs = [TensorSpec(name="y", dtype="float32", dims=[2, DimSpec(symbol=expression, factor=2)])]
-    found = shapes_of(inputs, outputs, *(((size,), np.dtype(np.float32)) for size in SIZES_OF.values()))
+    shapes = shapes_of(inputs, outputs, *(((size,), np.dtype(np.float32)) for size in SIZES_OF.values()))
     size = EXPRESSIONS[expression]
-    assert found.outputs == ((2, 2 * size) if size is not None else None,) and found.sizes == SIZES_OF
+    assert shapes.outputs == ((2, 2 * size) if size is not None else None,) and shapes.sizes == SIZES_OF
 
 
-def test_an_output_of_unknown_size_is_given_and_written_all_the_same(small: DeploySmall) -> None:
-    """As where its size is an expression that is not computed."""
+def test_an_output_of_unknown_size_is_returned_and_written_as_well(small: DeploySmall) -> None:
+    """For example, where its size is an expression that is not evaluated."""
     inputs = arrays()
     with attnforge.load(Bundle(small("fp32").path), "onnxruntime-cpu") as session:
         expected = session(*inputs.values())
@@ -335,38 +335,38 @@ def test_an_output_of_unknown_size_is_given_and_written_all_the_same(small: Depl
             session.run(inputs, out={"output": into[:2]})
 
 
-# Not waiting, warming up, memory
+# Asynchronous runs, warming up, memory
 
 
-def test_what_is_started_can_be_waited_for_and_awaited(session: Session) -> None:
+def test_a_pending_run_can_be_waited_for_and_awaited(session: Session) -> None:
     feeds = [arrays(seed=seed) for seed in range(20)]
-    pending = [session.run_async(one) for one in feeds]
-    for one, waiting in zip(feeds, pending, strict=True):
-        result = waiting.result()["output"]
-        assert waiting.done() and np.array_equal(result, session.run(one)["output"])
+    pending = [session.run_async(inputs) for inputs in feeds]
+    for inputs, run in zip(feeds, pending, strict=True):
+        result = run.result()["output"]
+        assert run.done() and np.array_equal(result, session.run(inputs)["output"])
 
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(_awaited(session, one) for one in feeds))
+    async def run_all() -> list[Any]:
+        return await asyncio.gather(*(_awaited(session, inputs) for inputs in feeds))
 
-    for one, found in zip(feeds, asyncio.run(all_of_them()), strict=True):
-        assert np.array_equal(found["output"], session.run(one)["output"])
+    for inputs, results in zip(feeds, asyncio.run(run_all()), strict=True):
+        assert np.array_equal(results["output"], session.run(inputs)["output"])
 
 
 async def _awaited(session: Session, inputs: dict[str, Array]) -> Any:
     return await session.run_async(inputs)
 
 
-def test_what_was_started_fails_when_it_is_waited_for(session: Session) -> None:
+def test_a_pending_run_raises_its_error_when_it_is_waited_for(session: Session) -> None:
     pending = session.run_async(arrays() | {"x": np.zeros((3, 4, 15), np.float32)})
     with pytest.raises(InputError, match="dim 2 of input 'x' is 15"):
         pending.result()
 
 
-def test_closing_waits_for_what_was_started(small: DeploySmall) -> None:
+def test_closing_waits_for_pending_runs(small: DeploySmall) -> None:
     session = attnforge.load(small("fp32"), "onnxruntime-cpu")
     pending = [session.run_async(arrays(seed=seed)) for seed in range(20)]
     session.close()
-    assert all(one.done() and one.result()["output"].shape == (3, 4, 16) for one in pending)
+    assert all(run.done() and run.result()["output"].shape == (3, 4, 16) for run in pending)
     with pytest.raises(UsageError, match="is closed; load the bundle again"):
         session.run_async(arrays())
 
@@ -380,7 +380,7 @@ def test_warming_up(session: Session) -> None:
         session.warm_up({"batch": 5})
 
 
-def test_memory_is_told_as_far_as_it_is_known(small: DeploySmall) -> None:
+def test_memory_reports_the_known_sizes(small: DeploySmall) -> None:
     bundle = small("fp32")
     with attnforge.load(bundle, "onnxruntime-cpu") as session:
         memory = session.memory
@@ -398,12 +398,12 @@ SIZES = [(batch, tokens, 2 * pairs) for batch in (1, 2, 3, 4) for tokens in rang
 
 
 def test_sixteen_threads_on_one_session_get_the_right_answers(small: DeploySmall) -> None:
-    """10,000 calls of 192 shapes, in another order on every thread, some to arrays of the thread's own."""
+    """10,000 calls of 192 shapes, in a different order on every thread, some with output arrays of the thread."""
     feeds = [arrays(*sizes, seed=i) for i, sizes in enumerate(SIZES)]
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
-        expected = [session.run(one)["output"] for one in feeds]
-        for one, right in zip(feeds, expected, strict=True):
-            agree(right, eager(one))
+        expected = [session.run(inputs)["output"] for inputs in feeds]
+        for inputs, output in zip(feeds, expected, strict=True):
+            agree(output, eager(inputs))
 
         def work(thread: int) -> int:
             order = random.Random(thread)
@@ -441,20 +441,20 @@ def calls(n):
 
 def loads(n):
     for _ in range(n):
-        with attnforge.load(sys.argv[1], "onnxruntime-cpu") as one:
-            one(*inputs[0])
+        with attnforge.load(sys.argv[1], "onnxruntime-cpu") as loaded:
+            loaded(*inputs[0])
 
-for what, settle, n in ((calls, 2000, 10000), (loads, 100, 1000)):
-    what(settle)
+for repeat, settle, n in ((calls, 2000, 10000), (loads, 100, 1000)):
+    repeat(settle)
     before = resident()
-    what(n)
-    print(what.__name__, resident() - before)
+    repeat(n)
+    print(repeat.__name__, resident() - before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-def test_neither_calls_nor_loads_let_memory_grow(small: DeploySmall) -> None:
-    """10,000 calls of 192 shapes, 1,000 loads and closes: less than 200 bytes a call, 4 kB a load."""
+def test_neither_calls_nor_loads_leak_memory(small: DeploySmall) -> None:
+    """10,000 calls of 192 shapes, 1,000 loads and closes: less than 200 bytes per call, 4 kB per load."""
     command = [sys.executable, "-c", MEMORY, str(small("fp32").path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -462,7 +462,7 @@ def test_neither_calls_nor_loads_let_memory_grow(small: DeploySmall) -> None:
     assert growth["calls"] < 2_000_000 and growth["loads"] < 4_000_000, growth
 
 
-# What is refused
+# Errors
 
 Inputs = dict[str, Any]
 REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
@@ -496,7 +496,7 @@ REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_inputs_that_do_not_fit_are_refused_in_one_line(session: Session, case: str) -> None:
+def test_invalid_inputs_are_refused_in_one_line(session: Session, case: str) -> None:
     change, message = REFUSED[case]
     with pytest.raises(InputError, match=message) as caught:
         session.run(change(arrays()))
@@ -504,7 +504,7 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line(session: Session, case: 
 
 
 class Tables(nn.Module):
-    """Rows of tables, of which one counts negative indices from the end."""
+    """Rows of tables, one of which accepts negative indices from the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -516,7 +516,7 @@ class Tables(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime-cpu", "openvino"])
-def test_what_no_table_has_is_refused_and_what_eager_takes_is_not(backend: str, tmp_path: Path) -> None:
+def test_ids_outside_the_table_are_refused_and_ids_that_eager_accepts_are_not(backend: str, tmp_path: Path) -> None:
     module, example = Tables(), tuple(torch.tensor([[1, 2]]) for _ in range(3))
     bundle = attnforge.deploy(module, example, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
     assert [spec.index for spec in bundle.manifest.inputs] == [(0, 9), (-7, 6), None]
@@ -529,10 +529,10 @@ def test_what_no_table_has_is_refused_and_what_eager_takes_is_not(backend: str, 
             wanted = module(*map(torch.from_numpy, args)).detach().numpy()
             assert np.allclose(session(*args), wanted, atol=1e-5)
         for number in (-1, 10, 2**40):
-            with pytest.raises(InputError, match=f"words has the id {number}; the table has 0 to 9"):
+            with pytest.raises(InputError, match=f"words has the id {number}; the table's ids are 0 to 9"):
                 session(np.array([[0, number]]), good, good)
         for number in (-8, 7):
-            with pytest.raises(InputError, match=f"places has the id {number}; the table has -7 to 6"):
+            with pytest.raises(InputError, match=f"places has the id {number}; the table's ids are -7 to 6"):
                 session.run({"words": good, "places": np.array([[number, 1]]), "any_": good})
 
 
@@ -548,27 +548,27 @@ def test_too_few_and_too_many(session: Session) -> None:
 # Backends
 
 
-def test_auto_takes_the_best_that_runs_here(small: DeploySmall) -> None:
+def test_auto_loads_the_best_available_backend(small: DeploySmall) -> None:
     session = attnforge.load(small("fp32").path)
     assert session.backend in ("tensorrt_rtx", "onnxruntime-cuda", "onnxruntime-cpu")
     inputs = arrays()
     agree(session(*inputs.values()), eager(inputs), tolerance=1e-5)
 
 
-def test_auto_passes_over_what_cannot_run(small: DeploySmall, tmp_path: Path) -> None:
+def test_auto_skips_unavailable_backends(small: DeploySmall, tmp_path: Path) -> None:
     bundle = Bundle(small("fp32").path)
     bundle.manifest.targets["tensorrt_rtx"].engines[0].version = "0.0.1"
     assert attnforge.load(bundle).backend.startswith("onnxruntime")
 
 
-def test_backends_that_cannot_run_say_what_would(small: DeploySmall) -> None:
+def test_unavailable_backends_name_a_remedy(small: DeploySmall) -> None:
     with pytest.raises(
         UnknownNameError, match="unknown backend 'gpu'; known: auto, eager, onnxruntime, onnxruntime-cpu"
     ):
         attnforge.load(small("fp32"), "gpu")
-    with pytest.raises(UnavailableError, match=r"the bundle holds no plan for tensorrt: deploy it again with --target"):
+    with pytest.raises(UnavailableError, match=r"the bundle has no plan for tensorrt: deploy it again with --target"):
         attnforge.load(small("fp32"), "tensorrt")
-    with pytest.raises(UnavailableError, match=r"give it: load\(bundle, 'eager', module=…\)"):
+    with pytest.raises(UnavailableError, match=r"pass it: load\(bundle, 'eager', module=…\)"):
         attnforge.load(small("fp32"), "eager")
     bundle = Bundle(small("fp32").path)
     del bundle.manifest.targets["onnxruntime"]
@@ -590,9 +590,9 @@ def test_a_plan_of_another_version_is_not_loaded(small: DeploySmall) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_plan_without_a_gpu_says_so(small: DeploySmall) -> None:
+def test_loading_a_plan_without_a_gpu_raises(small: DeploySmall) -> None:
     with pytest.raises(
-        UnavailableError, match="no CUDA device: tensorrt_rtx plans are built and inspected without one"
+        UnavailableError, match="no CUDA device: tensorrt_rtx plans can be built and inspected without one"
     ):
         attnforge.load(small("fp32"), "tensorrt_rtx")
     with pytest.raises(UnavailableError, match="no CUDA"):
@@ -610,8 +610,8 @@ def test_the_eager_backend_runs_the_module_at_the_bundles_precision(small: Deplo
         output = session(*inputs)
     with torch.no_grad():
         assert torch.equal(output, small_example().module.to(dtype)(*inputs))
-    assert module.training and next(module.parameters()).dtype == torch.float32  # the caller's own is left alone
-    with pytest.raises(UsageError, match=r"runs a torch\.nn\.Module, and was given dict"):
+    assert module.training and next(module.parameters()).dtype == torch.float32  # the caller's module is not changed
+    with pytest.raises(UsageError, match=r"runs a torch\.nn\.Module, not dict"):
         attnforge.load(small(precision), "eager", module={})
 
 
@@ -623,10 +623,10 @@ def test_threads_change_no_answer(small: DeploySmall) -> None:
 
 
 @pytest.mark.parametrize(("allowed", "threads"), [({0}, 1), ({1, 3}, 2), ({0, 1, 2, 3}, 0)])
-def test_a_process_that_may_use_few_processors_starts_few_threads(
+def test_a_process_limited_to_few_processors_starts_few_threads(
     monkeypatch: pytest.MonkeyPatch, allowed: set[int], threads: int
 ) -> None:
-    """0 is ONNX Runtime's own default; it counts all processors of the machine."""
+    """0 is ONNX Runtime's default, which counts all processors of the machine."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed, raising=False)
     assert session_options().intra_op_num_threads == threads
@@ -639,7 +639,7 @@ def test_a_session_without_contexts_is_refused(small: DeploySmall, contexts: int
         attnforge.load(small("fp32"), contexts=contexts)
 
 
-def test_a_closed_session_says_so(small: DeploySmall) -> None:
+def test_a_closed_session_raises(small: DeploySmall) -> None:
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
         session(*arrays().values())
     session.close()  # twice is fine
@@ -647,7 +647,7 @@ def test_a_closed_session_says_so(small: DeploySmall) -> None:
         session(*arrays().values())
 
 
-def test_a_session_says_what_it_is(session: Session) -> None:
+def test_repr_of_a_session(session: Session) -> None:
     text = "Session(small on onnxruntime-cpu; x: float32[batch, tokens, 16], memory: float32[batch, 2*pairs, 16], "
     assert repr(session).startswith(text)
     assert [spec.name for spec in session.inputs] == ["x", "memory", "padding", "kinds"]
@@ -681,24 +681,24 @@ def test_loading_running_and_verifying_import_no_torch(small: DeploySmall, tmp_p
     assert done.stdout.strip() == "fine"
 
 
-# Nothing is sent
+# Telemetry
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_onnx_runtime_reports_to_nobody_unless_asked(tmp_path: Path, asked: bool) -> None:
-    """Its telemetry keeps an identifier of the device and what is to be sent in the user's caches."""
+@pytest.mark.parametrize("enabled", [False, True])
+def test_telemetry_of_onnx_runtime_is_off_unless_enabled(tmp_path: Path, enabled: bool) -> None:
+    """The telemetry stores a device identifier and its unsent events in the user's caches."""
     kept = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     kept.pop("ORT_DISABLE_TELEMETRY", None)
-    if asked:
+    if enabled:
         kept["ORT_DISABLE_TELEMETRY"] = "0"
     code = "import os, attnforge, onnxruntime; print(os.environ['ORT_DISABLE_TELEMETRY'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept, timeout=60)
-    assert done.stdout.strip() == ("0" if asked else "1"), done.stderr
-    if not asked:
+    assert done.stdout.strip() == ("0" if enabled else "1"), done.stderr
+    if not enabled:
         assert list(tmp_path.iterdir()) == []
 
 
-# Before a fork
+# CUDA and forks
 
 WITHOUT_CUDA = """
 import sys
@@ -716,14 +716,14 @@ with attnforge.load(folder, backend, module=module) as session:
     assert session.backend == backend
     session.warm_up()
 assert cuda_devices.cache_info().misses == 0, "CUDA was asked for its devices, which initialises it"
-assert backend == "eager" or "cuda.bindings.driver" not in sys.modules  # torch imports it, and does not initialise CUDA
+assert backend == "eager" or "cuda.bindings.driver" not in sys.modules  # torch imports it without initialising CUDA
 print("fine")
 """
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime-cpu", "eager", pytest.param("openvino", marks=needs_openvino)])
 def test_a_backend_of_the_cpu_loaded_by_name_leaves_cuda_alone(copy: Path, backend: str) -> None:
-    """cuInit in a process makes a fork of it unsafe: its children can use no GPU."""
+    """After cuInit, forked children of the process cannot use a GPU."""
 
     def with_choice(manifest: Manifest) -> None:
         manifest.choice = Choice(
@@ -744,7 +744,7 @@ def test_a_backend_of_the_cpu_loaded_by_name_leaves_cuda_alone(copy: Path, backe
 
 
 @pytest.mark.gpu
-def test_tensorrt_rtx_answers_as_eager_does(small: DeploySmall) -> None:
+def test_tensorrt_rtx_agrees_with_eager(small: DeploySmall) -> None:
     with attnforge.load(small("fp32"), "tensorrt_rtx") as session:
         for batch, tokens, length in ((4, 9, 12), (1, 2, 2), (3, 7, 10), (4, 9, 12)):
             inputs = arrays(batch, tokens, length)
@@ -753,8 +753,8 @@ def test_tensorrt_rtx_answers_as_eager_does(small: DeploySmall) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_that_was_forked_starts_threads_of_its_own(small: DeploySmall) -> None:
-    """The parent's are not there, so who waits for them would wait for ever."""
+def test_a_forked_child_starts_its_own_threads(small: DeploySmall) -> None:
+    """The threads of the parent do not exist in the child, which would wait for them forever."""
     with attnforge.load(small("fp32"), "onnxruntime-cpu", threads=1) as session:
         feeds = arrays()
         expected = session.run_async(feeds).result()["output"]
@@ -772,14 +772,14 @@ def test_a_child_that_was_forked_starts_threads_of_its_own(small: DeploySmall) -
         assert np.array_equal(session.run_async(feeds).result()["output"], expected)
 
 
-def test_numbers_of_threads_that_cannot_be_meant(small: DeploySmall) -> None:
+def test_invalid_numbers_of_threads(small: DeploySmall) -> None:
     for threads in (0, -3, 100_000):
         with pytest.raises(UsageError, match="give 1 to 1,024"):
             attnforge.load(small("fp32"), "onnxruntime-cpu", threads=threads)
 
 
 class Unreadable:
-    """An array of a library that does not give it away."""
+    """An array whose library refuses to export it."""
 
     def __dlpack__(self, **options: Any) -> Any:
         raise RuntimeError("two\nlines")
@@ -801,7 +801,7 @@ class Unreadable:
     ],
     ids=["meta", "sparse", "fp8", "unreadable", "objects", "text", "none"],
 )
-def test_what_is_no_array_of_numbers_is_refused(small: DeploySmall, value: Any) -> None:
+def test_values_that_are_no_arrays_of_numbers_are_refused(small: DeploySmall, value: Any) -> None:
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
         for values, out in (({**arrays(), "x": value}, None), (arrays(), {"output": value})):
             with pytest.raises(InputError) as raised:
@@ -809,20 +809,20 @@ def test_what_is_no_array_of_numbers_is_refused(small: DeploySmall, value: Any) 
             assert "\n" not in str(raised.value)
 
 
-def test_inputs_that_have_no_names_are_refused(small: DeploySmall) -> None:
+def test_inputs_without_names_are_refused(small: DeploySmall) -> None:
     with attnforge.load(small("fp32"), "onnxruntime-cpu") as session:
         given: Any
         for given in (None, [1, 2], 3):
-            with pytest.raises(InputError, match="inputs by name are a mapping"):
+            with pytest.raises(InputError, match="inputs by name must be a mapping"):
                 session.run(given)
-            with pytest.raises(InputError, match="inputs by name are a mapping"):
+            with pytest.raises(InputError, match="inputs by name must be a mapping"):
                 session.run_async(given).result()
         for sizes in ({"batch": 10**12}, {"batch": "a"}, {"batch": -1}, {"batch": 10**30}, {"batch": 9}):
             with pytest.raises(InputError):
                 session.warm_up(sizes)  # type: ignore[arg-type]
 
 
-def test_inputs_that_no_memory_holds_are_refused_before_they_are_made(small: DeploySmall) -> None:
+def test_inputs_larger_than_memory_are_refused_before_they_are_made(small: DeploySmall) -> None:
     specs = [spec.model_copy(deep=True) for spec in small("fp32").manifest.inputs]
     specs[0].dims[2] = 2**40
     with pytest.raises(UnavailableError, match="GiB, and this machine has"):

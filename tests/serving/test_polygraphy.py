@@ -29,7 +29,7 @@ from attnforge.serving.polygraphy.folder import BUDGET, BUNDLE, FLOAT64, INPUTS,
 from tests.support.bundles import Deploy, DeploySmall, rewrite
 from tests.support.faults.bench import verified
 from tests.support.keys import new_key
-from tests.support.polygraphy import BACKEND, held_to, of_faults, polygraphy, verdicts
+from tests.support.polygraphy import BACKEND, budget_options, of_faults, polygraphy, verdicts
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_polygraphy_compares_onnxruntime_with_the_bundle(held: Path, tmp_path: P
 
 
 def test_a_run_is_held_to_the_budget_case_by_case(held: Path) -> None:
-    code, printed = polygraphy("run", held / BUNDLE / "onnxruntime/model.onnx", "--onnxrt", *held_to(held))
+    code, printed = polygraphy("run", held / BUNDLE / "onnxruntime/model.onnx", "--onnxrt", *budget_options(held))
     assert code == 0, printed
     for case in Bundle(held / BUNDLE).manifest.cases:
         assert f"{case.name} | output | error " in printed
@@ -189,7 +189,7 @@ def test_inputs_of_polygraphys_own_are_of_the_least_shapes(held: Path) -> None:
 def test_what_cannot_be_run_is_said_in_a_line(held: Path, words: list[str], message: str) -> None:
     filled: list[object] = []
     for word in words:
-        filled += held_to(held) if word == "HELD" else [held / BUNDLE if word == "BUNDLE" else word]
+        filled += budget_options(held) if word == "HELD" else [held / BUNDLE if word == "BUNDLE" else word]
     code, printed = polygraphy("run", held / BUNDLE / "onnxruntime/model.onnx", *filled)
     assert code == 1 and "Traceback" not in printed
     (line,) = [line for line in printed.splitlines() if "[!]" in line]

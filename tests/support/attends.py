@@ -1,4 +1,4 @@
-"""Graphs of one canonical Attention node, and the same in NumPy."""
+"""Graphs with one canonical Attention node, and their reference in NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Dim = int | str
 
 @dataclass
 class Attends:
-    """A graph of one canonical Attention node, and the same in NumPy."""
+    """A graph with one canonical Attention node, and its reference in NumPy."""
 
     batch: Dim = "batch"
     heads: int = 4
@@ -87,9 +87,9 @@ class Attends:
             dims = tuple(d if isinstance(d, int) else sizes[d] for d in shape)
             if name == "mask" and not self.bias:
                 made[name] = rng.random(dims) < 0.6
-                made[name].reshape(-1, dims[-1])[0] = False  # the first row attends to nothing
+                made[name].reshape(-1, dims[-1])[0] = False  # the first row is fully masked
             else:
-                # Rounded to 16 bits, so that every precision is given the same numbers.
+                # Rounded to 16 bits, so that every precision gets the same values.
                 made[name] = rng.standard_normal(dims).astype(np.float16).astype(np.float32)
         return made
 
@@ -125,7 +125,7 @@ def agree(got: Array, expected: Array, tolerance: float = 1e-6) -> None:
     assert got.shape == expected.shape
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     error = np.linalg.norm(np.nan_to_num(got.astype(np.float64) - expected))
-    # Outputs are means of standard normal values; where these cancel, the values' own size is the measure.
+    # Outputs are means of standard normal values; where these cancel, use the size of the values.
     assert error <= tolerance * max(np.linalg.norm(np.nan_to_num(expected)), np.sqrt(got.size))
 
 
@@ -139,7 +139,7 @@ CPU: dict[str, Attends] = {
     "causal": Attends(is_causal=True),
     "mask": Attends(mask=("batch", 1, "n", "m")),
     "mask of keys": Attends(mask=(1, 1, 1, "m")),
-    "mask, NaN for silent rows": Attends(mask=("batch", 4, "n", "m"), silent_rows="nan"),
+    "mask, NaN for fully masked rows": Attends(mask=("batch", 4, "n", "m"), silent_rows="nan"),
     "mask and causal": Attends(mask=(1, 1, 1, "m"), is_causal=True),
     "bias": Attends(mask=(1, 4, "n", "m"), bias=True),
     "soft cap": Attends(softcap=3.0),

@@ -1,4 +1,4 @@
-"""Models that break in 16 bits on purpose, each in one known way; and one that does not."""
+"""Models that fail in 16 bits, each in one known way, and one that does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIM, HEADS, TOKENS = 64, 4, 24
 
 
 class RMSNorm(nn.Module):
-    """By hand, so that its squares are stored at the precision of the rest."""
+    """RMSNorm as separate operators, so that its squares are stored at the model's precision."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 class PlainLayerNorm(nn.Module):
-    """By hand, for the same reason."""
+    """LayerNorm as separate operators, for the same reason."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between a first step and a last one."""
+    """A sequence of modules."""
 
     def __init__(self, *steps: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Stack(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Every channel times a number of its own."""
+    """Multiplies every channel by its own factor."""
 
     def __init__(self, factors: Tensor) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Scaled(nn.Module):
 
 
 class Shifted(nn.Module):
-    """Numbers that share a large part, and lose it again after another step."""
+    """Adds a large common offset, which a later step removes."""
 
     def __init__(self, offset: float) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Shifted(nn.Module):
 
 
 class Logits(nn.Module):
-    """A classifier whose logits are large and close to one another, and whose probabilities are asked for."""
+    """A classifier that returns probabilities of logits that are large and close to each other."""
 
     def __init__(self, offset: float) -> None:
         super().__init__()
@@ -111,15 +111,15 @@ class Logits(nn.Module):
 
 
 class WideHead(nn.Module):
-    """One wide head, its scores not scaled."""
+    """Attention with one wide head, without a scale."""
 
     def __init__(self, dim: int = 512) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(DIM, dim) for _ in range(3))
         self.out = nn.Linear(dim, DIM)
         with torch.no_grad():
-            for one in (self.query, self.key):
-                one.weight *= 2.5 * (512 / dim) ** 0.25
+            for linear in (self.query, self.key):
+                linear.weight *= 2.5 * (512 / dim) ** 0.25
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.query(x), self.key(x), self.value(x)
@@ -127,15 +127,15 @@ class WideHead(nn.Module):
 
 
 class Broken(NamedTuple):
-    """A model, what it breaks in, where and why.
+    """A model that fails, with the precision, location and cause.
 
     Attributes:
-        make: the model, for inputs `(2, TOKENS, DIM)`.
-        precision: in which it breaks.
-        module: the module of the tensor that is to blame.
-        operator: what computes that tensor.
-        cause: as it is diagnosed.
-        saved: whether fp32 in places saves it.
+        make: builds the model, for inputs `(2, TOKENS, DIM)`.
+        precision: the precision in which it fails.
+        module: the module of the tensor at fault.
+        operator: the operator that computes that tensor.
+        cause: the diagnosed cause.
+        saved: whether fp32 in some regions fixes it.
     """
 
     make: Callable[[], nn.Module]
@@ -147,7 +147,7 @@ class Broken(NamedTuple):
 
 
 def residual_stream() -> nn.Module:
-    """Two branches add what fp16 holds of each, and not of both: a massive activation."""
+    """Two branches whose sum overflows fp16 although each fits: a massive activation."""
     loud = [Block(), Block()]
     for block in loud:
         with torch.no_grad():
@@ -158,7 +158,7 @@ def residual_stream() -> nn.Module:
 
 
 def outlier_channel() -> nn.Module:
-    """A channel that stands out, and that a gain makes larger than fp16 before it is made small again."""
+    """An outlier channel that a gain raises above fp16's range before it is scaled down again."""
     factors = torch.ones(DIM)
     factors[5] = 6e4
     return Stack(Block(), Scaled(factors), Scaled(1 / factors.sqrt()), RMSNorm(DIM), Block())
@@ -186,7 +186,7 @@ def healthy() -> nn.Module:
 
 
 def made(make: Callable[[], nn.Module], seed: int = 0) -> Example:
-    """A model of random weights, and its inputs."""
+    """Build a model with random weights, and its inputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Example(make().eval(), (torch.randn(2, TOKENS, DIM),), None)

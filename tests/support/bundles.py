@@ -1,4 +1,4 @@
-"""Small bundles to deploy and to alter, which many tests share."""
+"""Small bundles to deploy and to alter, shared by many tests."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from attnforge.model import Example, build_model
 from attnforge.model.registry import MAX_TOKENS
 
 Deploy = Callable[[str, str], Bundle]
-"""A registered model, by name and precision, deployed."""
+"""Deploys a registered model, by name and precision."""
 
 DeploySmall = Callable[[str], Bundle]
-"""The small bundle, by precision."""
+"""Deploys the small model, by precision."""
 
 
 MOST_TOKENS = 64
-"""Tokens that a registered model takes at most in the tests: outputs in float64 take four times as long for twice as
-many."""
+"""Maximum number of tokens of a registered model in the tests: float64 outputs take four times as long for twice as
+many tokens."""
 
 
 IN_FP32 = (
     "self-attention", "multi-head-self-attention", "parameter-free-attention", "patch-attention",
     "worked-example", "general-attention", "post-softmax-scale", "reshape-without-transpose",
 )  # fmt: skip
-"""The registered models that are deployed in fp32, too; attention of the first four is one kernel."""
+"""The registered models that are also deployed in fp32; the first four have fused attention."""
 
 IN_BF16 = ("multi-head-self-attention", "cross-attention")
-"""The registered models that are deployed in bf16, too."""
+"""The registered models that are also deployed in bf16."""
 
 
 def example_of(name: str) -> Example:
-    """A registered model; the one of large images with small ones, the one of large batches with smaller ones, those of
-    many tokens with fewer."""
+    """Build a registered model; with smaller images, batches and token ranges where its own are
+    large."""
     options: dict[str, dict[str, Any]] = {
         "patch-attention": {"image_size": 32, "max_image_size": 64},
         "patch-attention-digits": {"max_batch": 32},
     }
     module, args, shapes = build_model(name, **options.get(name, {}))
-    fewer = {  # one Dim for each name, which is what makes two dims the same
+    fewer = {  # one Dim per name, which makes two dims equal
         dim.__name__: Dim(dim.__name__, min=dim.min, max=min(dim.max, MOST_TOKENS))
         for dims in (shapes or {}).values()
         for dim in (dims or {}).values()
@@ -61,8 +61,8 @@ def example_of(name: str) -> Example:
 
 
 class Small(nn.Module):
-    """Two heads that attend from `x` to a padded memory of an even length, and integers that are added: a bit of
-    everything that an input can be."""
+    """Two heads that attend from `x` to a padded memory of an even length, plus integers that are added: every
+    kind of input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def small_example() -> Example:
 
 
 def small_inputs(batch: int = 3, tokens: int = 4, length: int = 8, seed: int = 0) -> dict[str, Array]:
-    """Inputs of :class:`Small`, by name."""
+    """Return inputs of :class:`Small`, by name."""
     rng = np.random.default_rng(seed)
     padding = np.zeros((batch, length), bool)
     padding[0, 2:] = True
@@ -108,7 +108,7 @@ def small_inputs(batch: int = 3, tokens: int = 4, length: int = 8, seed: int = 0
 
 
 def rewrite(folder: Path, change: Callable[[Manifest], object] = lambda manifest: None) -> Bundle:
-    """The bundle with its manifest changed and its files, whatever they now hold, hashed anew."""
+    """Change a bundle's manifest, and update the sha256 sums to the current files."""
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
     (folder / MANIFEST).unlink()
     change(manifest)

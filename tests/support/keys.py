@@ -1,4 +1,4 @@
-"""Keys to sign bundles with."""
+"""Keys for signing bundles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 
 def new_key(file: Path, curve: ec.EllipticCurve | None = None) -> Path:
-    """A private key in a file, and the public one beside it, as FILE.pub."""
+    """Write a private key to a file, and the public key to FILE.pub next to it."""
     private = ec.generate_private_key(curve or ec.SECP256R1())
     file.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
     public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -1,6 +1,6 @@
-"""A process that has attnforge's libraries loaded and forks others that deploy or build plans again, to be killed.
+"""A process that has loaded attnforge's libraries and forks workers that deploy or rebuild plans, to be killed.
 
-`python -m tests.support.killed` serves requests, a line of JSON each.
+`python -m tests.support.killed` serves requests, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def deploy(bundle: str, seed: int, cache: bool = True) -> None:
-    """Deploy the small model, with other weights for another seed, in place of the bundle that is there."""
+    """Deploy the small model with weights from a seed, replacing the existing bundle."""
     import torch
 
     import attnforge
@@ -33,7 +33,7 @@ def deploy(bundle: str, seed: int, cache: bool = True) -> None:
 
 
 def rebuild(bundle: str, seed: int) -> None:
-    """Add a plan for another device, which is another for another seed."""
+    """Add a plan for another device, which depends on the seed."""
     from attnforge.bundle import Bundle
     from attnforge.export.tensorrt import rebuild
 
@@ -44,8 +44,8 @@ WORK: dict[str, Callable[[str, int], None]] = {"deploy": deploy, "rebuild": rebu
 
 
 def serve() -> None:
-    """Answer every request with the process id of who did it, its exit code and its seconds. A deploy before the first
-    request loads what torch's exporter loads when it is first used, which no worker then has to."""
+    """Answer every request with the process id of its worker, the exit code and the seconds. A deploy before the first
+    request loads what torch's exporter loads at its first use, so that no worker has to."""
     with tempfile.TemporaryDirectory() as folder:
         deploy(str(Path(folder, "bundle")), 0, cache=False)
     for line in sys.stdin:
@@ -65,7 +65,7 @@ def serve() -> None:
                 os._exit(code)
         if killed_after is not None:
             time.sleep(killed_after)
-            os.kill(process, signal.SIGKILL)  # ended or not, it is there until it has been waited for
+            os.kill(process, signal.SIGKILL)  # works even after it ended, as it was not waited for
         _, status = os.waitpid(process, 0)
         print(process, os.waitstatus_to_exitcode(status), time.monotonic() - start, flush=True)
 

@@ -1,4 +1,4 @@
-"""A graph of one product and one sum, of any floating-point type."""
+"""A graph with one product and one sum, in any floating-point type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks as people write them in torch, and what is proved of each, by form: all are exported in one module."""
+"""Common ways to write masks in torch, with what is proved for each; all are exported in one module."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
 
 Masks = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-"""From `query (B, 2, n, 8)`, `key (B, 2, m, 8)` and `keep (B, m)`, True for what is no padding, to a mask."""
+"""Computes a mask from `query (B, 2, n, 8)`, `key (B, 2, m, 8)` and `keep (B, m)`, True where there is no padding."""
 
 LOWEST = torch.finfo(torch.float32).min
 TOKENS, KEYS = 16, 20
-"""Of the example: keys of a memory, or as many as tokens."""
+"""Sizes of the example: keys of a memory, or as many as tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class MaskIdiom:
     """A way to write a mask.
 
     Attributes:
-        mask: writes it.
-        proved: what is proved of it where token counts are dynamic.
-        static: what is proved where they are not and the exporter folded it; None for the same.
-        silent: what queries without keys get.
-        cross: whether there are other numbers of keys than of tokens.
-        is_causal: whether scaled_dot_product_attention gets the flag in place of a mask.
+        mask: computes it.
+        proved: what is proved if token counts are dynamic.
+        static: what is proved if they are static and the exporter folded the mask; None if the same.
+        silent: the result for queries without keys.
+        cross: whether the numbers of keys and of tokens differ.
+        is_causal: whether scaled_dot_product_attention gets the flag instead of a mask.
     """
 
     mask: Masks
@@ -73,14 +73,15 @@ CONFIGS = {name: _config(name) for name in ("sdpa", "eager")}
 
 
 def transformers(name: str, implementation: str = "sdpa", padded: bool = True) -> Masks:
-    """A mask of transformers: `causal`, `sliding_window_causal`, `chunked_causal`, `bidirectional_sliding_window`."""
+    """Return a mask of transformers, `causal`, `sliding_window_causal`, `chunked_causal` or
+    `bidirectional_sliding_window`."""
     create = getattr(masking_utils, f"create_{name}_mask")
     kept = (lambda keep: keep.long()) if padded else (lambda keep: None)
     return lambda query, key, keep: create(CONFIGS[implementation], query[:, 0], kept(keep), past_key_values=None)
 
 
 def swin_shifted(query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
-    """Of the last window of an image that was rolled by two of four rows: two halves that do not see one another."""
+    """Mask of the last window of an image rolled by two of four rows: two halves that do not see each other."""
     rows = torch.arange(16) // 4 >= 2
     return torch.where(rows[:, None] == rows[None, :], 0.0, -100.0)
 
@@ -120,7 +121,7 @@ IDIOMS: dict[str, MaskIdiom] = {
         cross=True,
     ),
     "top-left causal, more keys": MaskIdiom(lambda query, key, keep: ones(query, key).tril(), CAUSAL, cross=True),
-    "window behind": MaskIdiom(of_indices(lambda i, j: (i >= j) & (i - j < 5)), WINDOW),
+    "window of earlier keys": MaskIdiom(of_indices(lambda i, j: (i >= j) & (i - j < 5)), WINDOW),
     "window by abs": MaskIdiom(of_indices(lambda i, j: (i - j).abs() <= 3), "band −3 … 3"),
     "window by clamp": MaskIdiom(of_indices(lambda i, j: (j >= (i - 4).clamp(min=0)) & (j <= i)), WINDOW),
     "window by tril and triu": MaskIdiom(lambda query, key, keep: ones(query, key).tril().triu(-4), WINDOW),
@@ -223,7 +224,7 @@ IDIOMS: dict[str, MaskIdiom] = {
 
 
 class Masked(nn.Module):
-    """A site for every idiom; each scales its queries by another number, so that none is another's."""
+    """A module with a site for every idiom; each scales its queries differently, so that no two are equal."""
 
     def __init__(self, idioms: Mapping[str, MaskIdiom]) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class Masked(nn.Module):
 
 
 def exported(names: Iterable[str], is_dynamic: bool) -> Captured:
-    """A graph with one site for each of some idioms, in their order."""
+    """Export a graph with one site for each idiom, in order."""
     rng = torch.Generator().manual_seed(0)
     x, key, memory = (torch.randn(2, 2, n, 8, generator=rng) for n in (TOKENS, TOKENS, KEYS))
     shapes = None
@@ -253,7 +254,7 @@ def exported(names: Iterable[str], is_dynamic: bool) -> Captured:
 
 
 def proved(is_dynamic: bool, idioms: Iterable[str]) -> dict[str, Visibility]:
-    """What is proved of idioms that are written so that they can be exported in this form."""
+    """Return what is proved for the idioms that can be exported in this form."""
     names = [*idioms]
     model = exported(names, is_dynamic).model
     canonicalize(model)

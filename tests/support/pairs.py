@@ -10,8 +10,8 @@ B = TypeVar("B")
 
 
 def pairs(some: Sequence[A], others: Sequence[B]) -> list[tuple[A, B]]:
-    """Return each value of both lists at least once: those of the longer list in order, those of the shorter in turn.
+    """Return pairs with each value of both lists at least once: the longer list in order, the shorter one repeated.
 
-    A test that takes pairs says in its docstring what covers the combinations that they leave out.
+    The docstring of a test that uses pairs says what covers the other combinations.
     """
     return [(some[i % len(some)], others[i % len(others)]) for i in range(max(len(some), len(others)))]

@@ -1,10 +1,10 @@
-"""Whether `polygraphy run` says of a bundle what `attnforge verify` says: of every seeded fault, and of every
-registered model as it was deployed.
+"""Check that `polygraphy run` agrees with `attnforge verify` on every seeded fault, and on every
+unaltered registered model.
 
-`python -m benchmarks run polygraphy` packages the sound bundles, runs each of them and every faulty one by Polygraphy's
-command with the `attnforge` runner and the packaged inputs, float64 outputs and comparison, and gives what the runs
+`python -m benchmarks run polygraphy` packages the unaltered bundles, runs these and every faulty one with Polygraphy's
+command, the `attnforge` runner and the packaged inputs, float64 outputs and comparison, and passes what the runs
 saved to `attnforge verify --results`. It writes the results file and the table in `docs/guides/polygraphy.md`, and
-exits with 1 where two of the three differ.
+exits with 1 if two of the three differ.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ BACKEND = "onnxruntime-cpu"
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What three say of one bundle.
+    """The three verdicts on one bundle.
 
     Attributes:
-        model, precision: of the bundle.
-        fault: that was put into it; None in one that is as it was deployed.
+        model, precision: those of the bundle.
+        fault: the fault that was put into it, or None.
         verify: whether `attnforge verify` passes it.
         run: whether `polygraphy run` does.
-        results: whether `attnforge verify --results` passes what that run saved.
-        alike: whether verify and verify of the results say the same of every output of every case.
+        results: whether `attnforge verify --results` passes the saved outputs of that run.
+        alike: whether verify and verify --results agree on every output of every case.
     """
 
     model: str
@@ -63,36 +63,38 @@ class Verdicts:
 
 
 def polygraphy(*words: object) -> tuple[int, str]:
-    """The exit code of a command of Polygraphy's in this process, and what it prints."""
+    """Run a Polygraphy command in this process, and return its exit code and output."""
     printed = io.StringIO()
-    G_LOGGER.once_logged.clear()  # what it says once in a process, it says in every command
+    G_LOGGER.once_logged.clear()  # messages that it logs once per process are logged for every command
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = polygraphy_main([str(word) for word in words])
     return int(code or 0), printed.getvalue()
 
 
-def held_to(folder: Path) -> list[object]:
-    """The options of a run that is held to the budget of a packaged bundle."""
+def budget_options(folder: Path) -> list[object]:
+    """Return the options of a run that is checked against the budget of a packaged bundle."""
     inputs = ["--load-inputs", folder / INPUTS, "--load-outputs", folder / FLOAT64]
     return [*inputs, "--compare-func-script", folder / BUDGET]
 
 
-def verdicts(bundle: Bundle, held: Path, scratch: Path, report: BackendReport, fault: str | None = None) -> Verdicts:
-    """What the three say of a bundle.
+def verdicts(
+    bundle: Bundle, packaged: Path, scratch: Path, report: BackendReport, fault: str | None = None
+) -> Verdicts:
+    """Return the three verdicts on a bundle.
 
     Args:
-        bundle: to run.
-        held: the folder that the sound bundle was packaged to.
-        scratch: where the run's results are written.
-        report: verify's.
-        fault: that the bundle has.
+        bundle: the bundle to run.
+        packaged: the folder to which the unaltered bundle was packaged.
+        scratch: folder for the run's results.
+        report: verify's report.
+        fault: the bundle's fault.
     """
     saved = scratch / "run.json"
     saved.unlink(missing_ok=True)
     runner = ["--attnforge", bundle.path, "--attnforge-backend", BACKEND, "--save-outputs", saved]
-    code, printed = polygraphy("run", held / BUNDLE / "canonical.onnx", *runner, *held_to(held))
+    code, printed = polygraphy("run", packaged / BUNDLE / "canonical.onnx", *runner, *budget_options(packaged))
     assert saved.exists(), printed
-    (judged,) = verify_results(held / BUNDLE, saved, BACKEND).backends.values()
+    (judged,) = verify_results(packaged / BUNDLE, saved, BACKEND).backends.values()
     alike = [(c.case, c.output, c.passed) for c in report.comparisons] == [
         (c.case, c.output, c.passed) for c in judged.comparisons
     ]
@@ -101,34 +103,35 @@ def verdicts(bundle: Bundle, held: Path, scratch: Path, report: BackendReport, f
 
 
 def of_faults(name: str, precision: str, folder: Path, faults: set[str] | None = None) -> Iterator[Verdicts]:
-    """What the three say of a subject as it is, and of every fault in it.
+    """Yield the three verdicts on an unaltered subject, and on every fault in it.
 
     Args:
-        name, precision: of the subject.
-        folder: to write to.
-        faults: their names; by default all.
+        name, precision: those of the subject.
+        folder: folder to write to.
+        faults: names of the faults, by default all.
     """
     bundle = deploy(name, precision, folder / f"{name}-{precision}")
-    bench, held = Bench(bundle, name, folder / f"{name}-{precision}-altered"), folder / f"{name}-{precision}-held"
-    package(bundle, held)
-    yield verdicts(bundle, held, folder, bench.unaltered)
+    bench = Bench(bundle, name, folder / f"{name}-{precision}-altered")
+    packaged = folder / f"{name}-{precision}-packaged"
+    package(bundle, packaged)
+    yield verdicts(bundle, packaged, folder, bench.unaltered)
     for fault in FAULTS:
         if name in fault.subjects and precision not in fault.not_in and (faults is None or fault.name in faults):
             _, altered = bench.altered(fault)
-            yield verdicts(altered, held, folder, verified(altered), fault.name)
+            yield verdicts(altered, packaged, folder, verified(altered), fault.name)
 
 
 def of_registered(name: str, precision: str, folder: Path) -> Verdicts:
-    """What the three say of a registered model as it was deployed."""
+    """Return the three verdicts on an unaltered registered model."""
     module, args, shapes = example_of(name)
     to = folder / f"{name}-{precision}"
     bundle = attnforge.deploy(module, args, to, shapes, precision, ["onnxruntime"], name, tune=False, cache=False)
-    package(bundle, folder / f"{to.name}-held")
-    return verdicts(bundle, folder / f"{to.name}-held", folder, verified(bundle))
+    package(bundle, folder / f"{to.name}-packaged")
+    return verdicts(bundle, folder / f"{to.name}-packaged", folder, verified(bundle))
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     rows = [Verdicts(**row) for row in figures["verdicts"]]
     kinds = {"as deployed": [r for r in rows if r.fault is None], "with a fault": [r for r in rows if r.fault]}
     lines = []
@@ -142,25 +145,25 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def claims(figures: dict[str, Any]) -> Iterator[Claim]:
-    """All three have to agree on every bundle."""
+    """Yield the claim that all three agree on every bundle."""
     apart = [row for each in figures["verdicts"] if not (row := Verdicts(**each)).agree]
     yield Claim("bundles on which the three differ", len(apart), 0, "; ".join(map(str, apart)))
 
 
 def measure() -> dict[str, Any]:
-    """What the three say of every fault and of every registered model."""
-    found = []
+    """Measure the three verdicts on every fault and on every registered model."""
+    rows = []
     with temporary_folder() as folder:
         (folder / "registered").mkdir()
         for name in MODELS:
             for precision in ("fp32", "fp16", "bf16"):
                 say(f"{name} {precision}")
-                found.append(of_registered(name, precision, folder / "registered"))
+                rows.append(of_registered(name, precision, folder / "registered"))
         for name, precisions in PRECISIONS.items():
-            for precision in precisions if name not in DECODERS else ():  # whose steps Polygraphy does not drive
+            for precision in precisions if name not in DECODERS else ():  # Polygraphy cannot run their steps
                 say(f"faults in {name} {precision}")
-                found += of_faults(name, precision, folder)
-    return {"verdicts": [asdict(row) for row in found]}
+                rows += of_faults(name, precision, folder)
+    return {"verdicts": [asdict(row) for row in rows]}
 
 
 EXPERIMENT = Experiment(

@@ -1,7 +1,7 @@
-"""Decoders drawn at random, each from a seed: causal models that take tokens alone, as those that a cache is put into.
+"""Random decoders, each drawn from a seed: causal models that take only tokens, so that a cache can be added.
 
-What is drawn is what people write: grouped heads of many sizes, rotary or learned positions, windows, soft caps, norms
-before or behind, norms of queries and keys, gated and plain feed-forward layers; on ids and on features.
+They cover common architectures: grouped heads of many sizes, rotary or learned positions, windows, soft caps, norms
+before or after, norms of queries and keys, gated and plain feed-forward layers; on ids and on features.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tests.support.random_models import make as make_of
 PRECISIONS = ("fp32", "fp16", "bf16")
 
 BASE = 10_000.0
-"""Of the rotary frequencies."""
+"""Base of the rotary frequencies."""
 
 
 def draw_decoder(seed: int) -> Recipe:
-    """The recipe of a seed."""
+    """Draw the recipe of a seed."""
     rng = random.Random(seed)
     weights, kind = round(0.3 * 10 ** rng.random(), 3), rng.choice(tuple(KINDS))
     return Recipe(seed, kind, rng.choice(PRECISIONS), weights, KINDS[kind][0](rng))
 
 
 def make_decoder(recipe: Recipe) -> Example:
-    """The decoder of a recipe, with random weights, example tokens and dynamic shapes."""
+    """Build the decoder of a recipe, with random weights, example tokens and dynamic shapes."""
     return make_of(recipe, KINDS)
 
 
 def places_of(recipe: Recipe) -> int | None:
-    """The tokens that the caches of a recipe's decoder hold; None of another model, which has none."""
+    """Return the cache capacity for a recipe's decoder, or None for other models."""
     if recipe.kind not in KINDS:
         return None
     return int(recipe.options["tokens"][1] + recipe.options["spare"])
@@ -76,18 +76,18 @@ def _options(rng: random.Random) -> Options:
 
 
 class CausalAttention(nn.Module):
-    """Attention of every token to earlier ones and itself.
+    """Attention of every token to itself and earlier ones.
 
     Args:
         width: size of a token.
         heads, key_heads: of queries, and of keys and values.
-        head_size: of every head; even where positions rotate.
+        head_size: size of every head; even with rotary positions.
         positions: `rotary` rotates the halves of a head against each other, `interleaved` neighbours, and `half-rotary`
             the first half of a head alone; `slopes` adds a bias by distance to scores; others are added to the tokens.
-        window: how many tokens a query sees, its own included; None for all before it.
+        window: how many tokens a query sees, including its own; None for all earlier ones.
         softcap: scores are c·tanh(s/c).
-        scale: of the scores; 1/√head_size where not given.
-        normed_heads: queries and keys are normed, as Qwen3's are.
+        scale: scale of the scores; 1/√head_size by default.
+        normed_heads: whether queries and keys are normalised, as in Qwen3.
         bias: whether the projections have a bias.
         written: `products`, `sdpa`, or `grouped sdpa`, which repeats keys and values itself.
     """
@@ -128,9 +128,9 @@ class CausalAttention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = self.seen(query.shape[2])
         if self.positions == "slopes":
-            behind = torch.arange(seen.shape[0])[:, None] - torch.arange(seen.shape[1])
+            distance = torch.arange(seen.shape[0])[:, None] - torch.arange(seen.shape[1])
             slopes = 2.0 ** -torch.arange(1.0, self.heads + 1)
-            bias = (-slopes[:, None, None] * behind).masked_fill(~seen, -math.inf).to(query.dtype)
+            bias = (-slopes[:, None, None] * distance).masked_fill(~seen, -math.inf).to(query.dtype)
             groups = self.heads // self.key_heads
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
             return F.scaled_dot_product_attention(query, key, value, bias, scale=self.scale)
@@ -150,15 +150,15 @@ class CausalAttention(nn.Module):
         return scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
 
     def seen(self, tokens: int) -> Tensor:
-        """`(tokens, tokens)`: whether a query sees a key."""
-        places = torch.arange(tokens)
-        behind = places[:, None] - places
-        seen = behind >= 0
-        return seen if self.window is None else seen & (behind < self.window)
+        """Return `(tokens, tokens)`, True where a query sees a key."""
+        positions = torch.arange(tokens)
+        distance = positions[:, None] - positions
+        seen = distance >= 0
+        return seen if self.window is None else seen & (distance < self.window)
 
 
 def rotated(x: Tensor, positions: str) -> Tensor:
-    """Heads `(B, H, n, d)`, rotated by the places of their tokens; others than rotary positions leave them."""
+    """Rotate heads `(B, H, n, d)` by the positions of their tokens, if positions are rotary."""
     if positions == "half-rotary":
         size = x.shape[-1] // 4 * 2
         return torch.cat((rotated(x[..., :size], "rotary"), x[..., size:]), -1)
@@ -181,7 +181,7 @@ def angles_of(tokens: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 class CausalBlock(nn.Module):
-    """Attention and a feed-forward layer, each with a residual and a norm before or behind it."""
+    """Attention and a feed-forward layer, each with a residual and a norm before or after it."""
 
     def __init__(self, width: int, norm: str, norm_first: bool, activation: str, gated: bool, **attention: Any) -> None:
         super().__init__()
@@ -211,12 +211,12 @@ def norm_of(name: str, width: int) -> nn.Module:
 
 
 class CausalModel(nn.Module):
-    """Layers on ids, `(B, n)`, or on features, `(B, n, width)`. A second output is what the layers give.
+    """Layers on ids, `(B, n)`, or on features, `(B, n, width)`. A second output is the layers' output.
 
     Args:
-        most_tokens: how many positions are learned.
-        vocabulary: how many ids; None where tokens are features.
-        positions: `learned` and `sinusoids` are added to the tokens; others are of attention, or none.
+        most_tokens: number of learned positions.
+        vocabulary: number of ids; None if tokens are features.
+        positions: `learned` and `sinusoids` are added to the tokens; others belong to attention, or there are none.
         outputs: one or two.
     """
 
@@ -264,4 +264,4 @@ KINDS: Kinds = {
     positions: (_options, partial(_decoder, positions=positions))
     for positions in ("rotary", "interleaved", "half-rotary", "learned", "sinusoids", "no-positions")
 }
-"""Decoders by how they know the places of tokens."""
+"""Decoders by their kind of positions."""

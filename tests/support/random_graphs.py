@@ -1,8 +1,8 @@
-"""Attention graphs as people and exporters write them, at random, straight in ONNX: one takes milliseconds.
+"""Random attention graphs, as people and exporters write them, built directly in ONNX in milliseconds.
 
-:func:`attention` writes a graph that is attention. Given a `flaw` (:data:`FLAWS`), it writes one that nearly is; given
-`mutations`, one in which some operator was dropped, inserted, turned to another axis or fed something else, which may
-be anything.
+:func:`attention` writes a graph of attention. With a `flaw` (:data:`FLAWS`), it writes a near miss; with
+`mutations`, a graph in which some operator was dropped, inserted, moved to another axis or given another input, which
+may compute anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnforge.export.attention.layout import ONE, Size, sizes_of
 
 T = TypeVar("T")
 Names = tuple[str, ...]
-"""The axes of one dim, outermost first: `("h", "d")` are heads and features side by side."""
+"""The axes of one dim, outermost first: `("h", "d")` are heads and features in one dim."""
 
 BOOL, FLOAT, INT64 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT64
 
@@ -52,11 +52,11 @@ FLAWS = (
 
 
 class Invalid(Exception):
-    """What was to be written is no valid graph."""
+    """The result would not be a valid graph."""
 
 
 class Choices(Protocol):
-    """Where the random choices come from."""
+    """Source of random choices."""
 
     def pick(self, options: Sequence[T]) -> T: ...
 
@@ -64,7 +64,7 @@ class Choices(Protocol):
 
 
 class Drawn:
-    """Choices drawn by hypothesis, which shrinks them towards the first option and towards no."""
+    """Choices drawn by hypothesis, which shrinks towards the first option and towards False."""
 
     def __init__(self, data: st.DataObject) -> None:
         self._data = data
@@ -78,7 +78,7 @@ class Drawn:
 
 @dataclass
 class Mutation:
-    """What happens to the `at`-th operator that is written."""
+    """A mutation of the `at`-th operator that is written."""
 
     at: int
     kind: str
@@ -89,13 +89,13 @@ MUTATIONS = ("drop", "insert", "axis", "input", "use", "constant")
 
 @dataclass
 class Graph:
-    """A graph that is being written; every value has its dtype and shape.
+    """A graph under construction, in which every value has a dtype and shape.
 
     Attributes:
-        choices: decides how things are written.
-        dtype: of activations and weights.
-        mutations: what goes wrong on the way.
-        sizes: of the symbols of the dims.
+        choices: source of random choices.
+        dtype: dtype of activations and weights.
+        mutations: the mutations to apply.
+        sizes: sizes of the dims' symbols.
     """
 
     choices: Choices
@@ -149,11 +149,11 @@ class Graph:
         self, op_type: str, inputs: Sequence[ir.Value | None], dims: Sequence[Size],
         dtype: ir.DataType | None = None, outputs: int = 1, **attributes: Any,
     ) -> ir.Value:  # fmt: skip
-        """The (first) output of a new node."""
+        """Add a node and return its first output."""
         first = next(v for v in inputs if v is not None)
         dtype = dtype or first.dtype
         assert dtype is not None
-        if dtype == INT64:  # shapes stay what they are
+        if dtype == INT64:  # shapes are not mutated
             return self._node(op_type, inputs, dims, dtype, outputs, attributes)
         same = [v for v in inputs if v is not None and v.dtype == dtype and sizes_of(v) == list(dims)]
         if same and self._mutated("drop"):
@@ -184,21 +184,21 @@ class Graph:
         return bool(here)
 
     def _exchanged(self, inputs: list[ir.Value | None]) -> list[ir.Value | None]:
-        """`inputs`, one perhaps another value of the same type and shape."""
+        """Return `inputs`, perhaps with one replaced by another value of the same type and shape."""
         known = [*self.inputs, *self.initializers, *(v for node in self.nodes for v in node.outputs)]
         exchanges = [
-            (i, other)
+            (i, candidate)
             for i, v in enumerate(inputs)
             if v is not None and v.dtype != INT64 and any(m.kind == "input" for m in self.mutations)
-            for other in known
-            if other is not v and other.dtype == v.dtype and sizes_of(other) == sizes_of(v)
+            for candidate in known
+            if candidate is not v and candidate.dtype == v.dtype and sizes_of(candidate) == sizes_of(v)
         ]
         if exchanges and self._mutated("input"):
             i, inputs[i] = self.choices.pick(exchanges)
         return inputs
 
     def _turned(self, op_type: str, attributes: dict[str, Any], dims: list[Size]) -> dict[str, Any]:
-        """The attributes of an operator that runs along other axes, its output's shape the same."""
+        """Return the attributes of an operator along other axes with the same output shape."""
         pairs = [(i, j) for i in range(len(dims)) for j in range(i) if dims[i] == dims[j]]
         if op_type == "Softmax":
             return {**attributes, "axis": self.choices.pick(range(len(dims)))}
@@ -215,7 +215,7 @@ class Graph:
         return {**attributes, "equation": f"{terms}->{''.join(letters)}"}
 
     def _insert(self, x: ir.Value) -> ir.Value:
-        """Some operator on `x` that keeps its type and shape."""
+        """Apply some operator to `x` that keeps its type and shape."""
         if x.dtype is None or not x.dtype.is_floating_point():
             return self.unary("Not", x) if x.dtype == BOOL else x
         dims = sizes_of(x)
@@ -254,7 +254,7 @@ class Graph:
             perm = list(range(len(dims)))
             perm[i], perm[j] = j, i
             return self.transpose(x, perm)
-        if kind == "mix" and len(dims) > 1:  # axes that only look as if they had kept apart
+        if kind == "mix" and len(dims) > 1:  # mixes axes that look separate
             i = self.choices.pick(range(len(dims) - 1))
             perm = list(range(len(dims)))
             perm[i], perm[i + 1] = i + 1, i
@@ -281,13 +281,13 @@ class Graph:
 
     def binary(self, op_type: str, a: ir.Value, b: ir.Value) -> ir.Value:
         if a.dtype != b.dtype:
-            raise Invalid("operands of two types")
+            raise Invalid("operands of different types")
         compares = op_type in ("LessOrEqual", "GreaterOrEqual", "Less", "Greater", "Equal")
         return self.op(op_type, [a, b], broadcast(sizes_of(a), sizes_of(b)), BOOL if compares else None)
 
     def where(self, condition: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
         if a.dtype != b.dtype:
-            raise Invalid("operands of two types")
+            raise Invalid("operands of different types")
         dims = broadcast(broadcast(sizes_of(condition), sizes_of(a)), sizes_of(b))
         return self.op("Where", [condition, a, b], dims, a.dtype)
 
@@ -321,7 +321,7 @@ class Graph:
         return self.op("Reshape", [x, self.shape(dims)], dims)
 
     def shape(self, dims: Sequence[Size]) -> ir.Value:
-        """`dims` as a shape tensor, dynamic ones read off the inputs."""
+        """Return `dims` as a shape tensor, with dynamic ones taken from the inputs."""
         parts = [self.ints(size.factor) if size.is_static else self._size(size) for size in dims]
         return self.op("Concat", parts, [Size(len(parts))], INT64, axis=0)
 
@@ -330,7 +330,7 @@ class Graph:
         for symbol in size.symbols:
             held = [(v, i) for v in self.inputs for i, d in enumerate(sizes_of(v)) if d == Size(1, (symbol,))]
             if not held:
-                raise Invalid(f"no input tells {symbol}")
+                raise Invalid(f"no input has {symbol}")
             one = self.op("Shape", [held[0][0]], [ONE], INT64, start=held[0][1], end=held[0][1] + 1)
             result = one if result is None else self.binary("Mul", result, one)
         assert result is not None
@@ -343,7 +343,7 @@ class Graph:
     def matmul(self, a: ir.Value, b: ir.Value) -> ir.Value:
         left, right = sizes_of(a), sizes_of(b)
         if min(len(left), len(right)) < 2 or left[-1] != right[-2] or a.dtype != b.dtype:
-            raise Invalid("a product of tensors that do not fit")
+            raise Invalid("a product of incompatible tensors")
         if len(left) == len(right) == 2 and self.choices.chance(40):
             return self.op("Gemm", [a, b], [left[0], right[1]])
         return self.op("MatMul", [a, b], [*broadcast(left[:-2], right[:-2]), left[-2], right[-1]])
@@ -352,7 +352,7 @@ class Graph:
         sizes: dict[str, Size] = {}
         for label, size in zip(left + right, sizes_of(a) + sizes_of(b), strict=True):
             if sizes.setdefault(label, size) != size:
-                raise Invalid("an einsum of tensors that do not fit")
+                raise Invalid("an einsum of incompatible tensors")
         return self.op("Einsum", [a, b], [sizes[la] for la in output], equation=f"{left},{right}->{output}")
 
     def softmax(self, x: ir.Value, axis: int) -> ir.Value:
@@ -379,11 +379,11 @@ class Graph:
     # --- the whole
 
     def model(self, *outputs: ir.Value) -> ir.Model:
-        found = list(dict.fromkeys([*outputs, *self.extra_outputs]))
-        if any(v in self.inputs or v in self.initializers for v in found):
-            raise Invalid("an output that is computed from nothing")
+        results = list(dict.fromkeys([*outputs, *self.extra_outputs]))
+        if any(v in self.inputs or v in self.initializers for v in results):
+            raise Invalid("an output that depends on no input")
         graph = ir.Graph(
-            self.inputs, found, nodes=self.nodes, initializers=self.initializers, opset_imports={"": 23}, name="graph"
+            self.inputs, results, nodes=self.nodes, initializers=self.initializers, opset_imports={"": 23}, name="graph"
         )
         return ir.Model(graph, ir_version=10)
 
@@ -401,7 +401,7 @@ def _product(dims: Sequence[Size]) -> Size:
 
 
 def broadcast(a: Sequence[Size], b: Sequence[Size]) -> list[Size]:
-    """The sizes to which two shapes broadcast."""
+    """Return the sizes to which two shapes broadcast."""
     rank = max(len(a), len(b))
     dims = []
     for x, y in zip([ONE] * (rank - len(a)) + list(a), [ONE] * (rank - len(b)) + list(b), strict=True):
@@ -416,7 +416,7 @@ def broadcast(a: Sequence[Size], b: Sequence[Size]) -> list[Size]:
 
 @dataclass(frozen=True)
 class Named:
-    """A value, and the axes that its dims are made of."""
+    """A value with the axes of its dims."""
 
     value: ir.Value
     dims: tuple[Names, ...]
@@ -431,7 +431,7 @@ class Writer(Graph):
     """A graph of tensors with named axes.
 
     Attributes:
-        of: the size of every axis.
+        of: size of every axis.
     """
 
     of: dict[str, Size] = field(default_factory=dict)
@@ -440,7 +440,7 @@ class Writer(Graph):
         return _product([self.of[name] for name in names])
 
     def grouped(self, axes: Sequence[str], apart: str | None = None) -> tuple[Names, ...]:
-        """`axes` as dims, neighbours merged at random; the one that is to stay alone does."""
+        """Return `axes` as dims, with neighbours merged at random, except for the axis `apart`."""
         dims: list[Names] = []
         for axis in axes:
             if dims and apart not in (axis, *dims[-1]) and self.choices.chance(35):
@@ -457,12 +457,12 @@ class Writer(Graph):
         return result
 
     def arranged(self, x: Named, dims: Sequence[Names]) -> Named:
-        """`x` with these dims, by some chain of views; an axis that it lacks becomes a dim of 1."""
+        """Rearrange `x` to these dims by a chain of views; a missing axis becomes a dim of 1."""
         x = self.noise(x)
         present = set(x.axes)
         wanted = tuple(tuple(a for a in dim if a in present) for dim in dims)
         if set(x.axes) != {a for dim in wanted for a in dim}:
-            raise Invalid("an axis that has no place")
+            raise Invalid("an axis without a dim")
         if sorted(x.dims) == sorted(wanted) and x.dims != wanted:
             x = self._permuted(x, wanted)
         order = [a for dim in wanted for a in dim]
@@ -472,15 +472,15 @@ class Writer(Graph):
         return self.noise(self._reshaped(x, wanted))
 
     def noise(self, x: Named) -> Named:
-        """The same tensor behind views that undo one another."""
+        """Return the same tensor after views that cancel each other."""
         if not self.choices.chance(15):
             return x
         kind, rank = self.choices.pick(("Identity", "squeeze", "transpose", "flatten", "swap")), len(x.dims)
         if kind == "Identity":
             return Named(self.unary("Identity", x.value), x.dims)
         if kind == "squeeze":
-            at = self.choices.pick(range(rank + 1))
-            return Named(self.squeeze(self.unsqueeze(x.value, [at]), [at]), x.dims)
+            axis = self.choices.pick(range(rank + 1))
+            return Named(self.squeeze(self.unsqueeze(x.value, [axis]), [axis]), x.dims)
         if kind == "flatten":
             return self._reshaped(self._reshaped(x, (tuple(x.axes),)), x.dims)
         if rank < 2:
@@ -515,7 +515,7 @@ class Writer(Graph):
         return Named(self.reshape(x.value, sizes), dims)
 
     def repeated(self, x: Named, axis: str) -> Named:
-        """`x` repeated along a new first axis."""
+        """Repeat `x` along a new first axis."""
         one = self.unsqueeze(x.value, [0])
         dims, n = [self.of[axis], *sizes_of(x.value)], self.of[axis]
         kind = self.choices.pick(("Expand", "Tile", "Concat", "Gather")) if n.is_static else "Expand"
@@ -530,7 +530,7 @@ class Writer(Graph):
         return Named(value, ((axis,), *x.dims))
 
     def fits(self, x: Named, scores: Sequence[Names]) -> Named:
-        """`x` so that it broadcasts against a tensor of dims `scores`."""
+        """Rearrange `x` so that it broadcasts against a tensor with dims `scores`."""
         for dim in scores:
             if dim and 0 < len(set(dim) & set(x.axes)) < len(dim):
                 for axis in dim:
@@ -553,7 +553,7 @@ class Program:
     model: ir.Model
     sizes: dict[str, int]
     attends: bool = True  # to more than one key
-    by_hand: bool = False  # the softmax is written out
+    by_hand: bool = False  # the softmax is decomposed
 
     def __repr__(self) -> str:
         nodes = (
@@ -567,7 +567,7 @@ class Program:
         return "\n".join((f"inputs {inputs}; outputs {outputs}; sizes {self.sizes}", *nodes))
 
     def arrays(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Array]:
-        """Random inputs: `mask…` are 0 or a large negative number, `keep…` are boolean, others normal."""
+        """Return random inputs: `mask…` are 0 or a large negative number, `keep…` are boolean, others normal."""
         rng = np.random.default_rng(seed)
         return {v.name or "": _random(rng, v, sizes) for v in self.model.graph.inputs}
 
@@ -587,7 +587,7 @@ def _random(rng: np.random.Generator, value: ir.Value, sizes: Mapping[str, int])
 def attention(
     choices: Choices, flaw: str | None = None, mutations: Sequence[Mutation] = (), dtype: ir.DataType = FLOAT
 ) -> Program:
-    """Write one. Raises :class:`Invalid` where a mutation, or chance, led to something that is no graph."""
+    """Write an attention graph. Raises :class:`Invalid` if a mutation, or chance, gave an invalid graph."""
     return _Attention(choices, flaw, mutations, dtype).write()
 
 
@@ -595,8 +595,8 @@ class _Attention:
     def __init__(self, choices: Choices, flaw: str | None, mutations: Sequence[Mutation], dtype: ir.DataType) -> None:
         self.choices, self.flaw = choices, flaw
         self.by_hand = self.shifted = self.rescaled = False
-        self.fills: list[tuple[Named, float]] = []  # conditions under which scores are kept, and what is put elsewhere
-        self.steps = self.biases = 0  # masks and biases, and of these the biases
+        self.fills: list[tuple[Named, float]] = []  # conditions under which scores are kept, and the replacement
+        self.steps = self.biases = 0  # number of masks and biases, and of biases
         self.g = Writer(choices, dtype, list(mutations))
         self._name_axes()
 
@@ -619,7 +619,7 @@ class _Attention:
         self.own = chance(50)  # self-attention
         g.of["j"] = g.of["i"] if self.own else size("m", 40)
         g.of["e"] = g.of["d"] if chance(60) else Size(pick(small))
-        if flawed:  # sizes that cannot be taken for one another
+        if flawed:  # distinct sizes
             g.of |= {"i": Size(3), "j": Size(5), "d": Size(4), "e": Size(7), "h": Size(2)}
             self.own = False
         self.apart = [*self.batch, *self.heads]
@@ -641,7 +641,7 @@ class _Attention:
         return Program(self.g.model(final), dict(self.g.sizes), attends, self.by_hand)
 
     def operator(self, query: Named, key: Named, value: Named) -> Named:
-        """ONNX's own operator, as a newer exporter writes it."""
+        """Write ONNX's own operator, as newer exporters do."""
         g, chance = self.g, self.choices.chance
         outer = [tuple(self.batch), tuple(self.heads)]
         sides = ((query, ["i", "d"]), (key, ["j", "d"]), (value, ["j", "e"]))
@@ -671,12 +671,12 @@ class _Attention:
             shared = [a for a in shared if a != "h"]
         if self.own and g.of["d"] == g.of["e"] and chance(40):
             return self.packed()
-        if self.own and g.of["d"] == g.of["e"] and chance(15):  # no projections: the tokens attend to themselves
+        if self.own and g.of["d"] == g.of["e"] and chance(15):  # no projections
             x = self.operand([*self.apart, "i", "d"], "i", "d")
             as_key = Named(x.value, tuple(tuple("j" if a == "i" else a for a in dim) for dim in x.dims))
             as_value = Named(x.value, tuple(tuple("e" if a == "d" else a for a in dim) for dim in as_key.dims))
             return x, as_key, as_value
-        everyone = [a for a in self.batch if a in shared and chance(10)]  # learned queries, the same for all
+        everyone = [a for a in self.batch if a in shared and chance(10)]  # learned queries, shared along these axes
         query = self.operand([*(a for a in self.apart if a not in everyone), "i", "d"], "i", "d")
         key, value = (self.operand([*shared, "j", f], "j", f) for f in "de")
         if chance(10) and shared != self.apart and not self.flaw:
@@ -690,7 +690,7 @@ class _Attention:
         return query, key, value
 
     def operand(self, axes: list[str], tokens: str, features: str) -> Named:
-        """An input, projected or not, a learned tensor, or a cache with new tokens behind it."""
+        """Write an operand: an input, projected or not, a learned tensor, or a cache followed by new tokens."""
         g, chance = self.g, self.choices.chance
         heads = [a for a in axes if a in self.heads]
         if chance(35):  # (batch, tokens, width) times a weight
@@ -707,15 +707,15 @@ class _Attention:
         sizes = [g.size(dim) for dim in order]
         if chance(8) and all(size.is_static for size in sizes):
             return Named(g.weight(sizes), order)
-        at = next(i for i, dim in enumerate(order) if tokens in dim)
-        if order[at] == (tokens,) and sizes[at].is_static and sizes[at].factor > 1 and chance(15):
+        position = next(i for i, dim in enumerate(order) if tokens in dim)
+        if order[position] == (tokens,) and sizes[position].is_static and sizes[position].factor > 1 and chance(15):
             first, second = list(sizes), list(sizes)
-            first[at], second[at] = Size(sizes[at].factor - 1), ONE
-            return Named(g.concat([g.input("past", first), g.input("x", second)], at, sizes[at]), order)
+            first[position], second[position] = Size(sizes[position].factor - 1), ONE
+            return Named(g.concat([g.input("past", first), g.input("x", second)], position, sizes[position]), order)
         return Named(g.input("x", sizes), order)
 
     def packed(self) -> tuple[Named, Named, Named]:
-        """Query, key and value out of one projection."""
+        """Write query, key and value from one projection."""
         g, pick = self.g, self.choices.pick
         g.of["three"] = Size(3)
         dims: tuple[Names, ...] = (*((a,) for a in self.batch), ("i",))
@@ -728,23 +728,23 @@ class _Attention:
         if inner[0] == "three" and self.choices.chance(50):
             whole = (*dims, tuple(inner[1:]))
             parts = self.split(together, len(dims), [g.size(whole[-1])] * 3)
-            found = [Named(part, whole) for part in parts]
+            three = [Named(part, whole) for part in parts]
         else:
             named = g.arranged(Named(together, (*dims, tuple(inner))), [*dims, *((a,) for a in inner)])
             if self.choices.chance(50):
                 named = g.arranged(named, [(a,) for a in g.shuffled(named.axes)])
-            at = named.dims.index(("three",))
-            rest = (*named.dims[:at], *named.dims[at + 1 :])
+            axis = named.dims.index(("three",))
+            rest = (*named.dims[:axis], *named.dims[axis + 1 :])
             sizes = [g.size(dim) for dim in rest]
             if self.choices.chance(50):
                 index = [g.constant(np.int64(i), INT64) for i in range(3)]
-                found = [Named(g.op("Gather", [named.value, i], sizes, axis=at), rest) for i in index]
+                three = [Named(g.op("Gather", [named.value, i], sizes, axis=axis), rest) for i in index]
             else:
-                parts = self.split(named.value, at, [ONE] * 3)
-                found = [Named(g.squeeze(part, [at]), rest) for part in parts]
+                parts = self.split(named.value, axis, [ONE] * 3)
+                three = [Named(g.squeeze(part, [axis]), rest) for part in parts]
         names: tuple[dict[str, str], ...] = ({}, {"i": "j"}, {"i": "j", "d": "e"})
         query, key, value = (
-            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims)) for k, x in enumerate(found)
+            Named(x.value, tuple(tuple(names[k].get(a, a) for a in dim) for dim in x.dims)) for k, x in enumerate(three)
         )
         return query, key, value
 
@@ -758,7 +758,7 @@ class _Attention:
         first = g.op("Split", [x, g.ints(*(s.factor for s in sizes))], dims, outputs=len(sizes), axis=axis)
         node = first.producer()
         if node is None or node.op_type != "Split":
-            raise Invalid("something came between a Split and its outputs")
+            raise Invalid("an operator was inserted between a Split and its outputs")
         return list(node.outputs)
 
     def scaled(self, x: Named) -> Named:
@@ -780,7 +780,7 @@ class _Attention:
     def product(
         self, left: Named, right: Named, rows: list[str], columns: list[str], summed: str, flawed: bool = False
     ) -> Named:
-        """The product of two tensors over `summed`, and over what `columns` or `rows` they have not alone."""
+        """Write the product of two tensors over `summed`."""
         g, chance = self.g, self.choices.chance
         if flawed and self.flaw == "values summed over another axis":
             return self.summed_elsewhere(left, right)
@@ -805,7 +805,7 @@ class _Attention:
         return Named(g.matmul(first.value, second.value), (*batch, (row,), (column,)))
 
     def whole(self, x: Named, batch: Sequence[Names]) -> Named:
-        """`x` without dims that it has in part only."""
+        """Return `x` with all of each dim's axes."""
         for dim in batch:
             if 0 < len(set(dim) & set(x.axes)) < len(dim):
                 for axis in dim:
@@ -821,7 +821,7 @@ class _Attention:
         return Named(value, tuple((a,) for a in output))
 
     def summed_elsewhere(self, weights: Named, value: Named) -> Named:
-        """The weights summed over the queries, where the values meet them."""
+        """Write a flaw: sum the weights over the queries."""
         g = self.g
         weights = g.arranged(weights, [*((a,) for a in self.apart), ("i",), ("j",)])
         value = g.arranged(value, [*((a,) for a in self.apart), ("j",), ("e",)])
@@ -832,7 +832,7 @@ class _Attention:
     # --- scores
 
     def modified(self, scores: Named) -> Named:
-        """Scales, then a soft cap, then masks and biases, then a scale of both: what people write."""
+        """Apply scales, then a soft cap, then masks and biases, then a scale of both, as in common code."""
         g, chance, pick = self.g, self.choices.chance, self.choices.pick
         if chance(50):
             scores = self.factor(scores)
@@ -863,7 +863,7 @@ class _Attention:
         return self.viewed(scores)
 
     def tensor_scaled(self, x: Named, axes: list[str]) -> Named:
-        """`x` times (or by) a tensor that varies along `axes`."""
+        """Multiply or divide `x` by a tensor that varies along `axes`."""
         g, chance = self.g, self.choices.chance
         order = tuple((a,) for a in axes)
         sizes = [g.of[a] for a in axes]
@@ -880,14 +880,14 @@ class _Attention:
         return Named(g.binary("Div" if kind == "Div" else "Mul", *pair), x.dims)
 
     def viewed(self, x: Named) -> Named:
-        """The same scores or weights, perhaps in other dims; the keys stay alone in theirs."""
+        """Return the same scores or weights, perhaps with other dims; the keys keep a dim of their own."""
         g = self.g
         if not self.choices.chance(20):
             return x
         return g.arranged(x, g.grouped(g.shuffled(x.axes), apart="j"))
 
     def masked(self, x: Named) -> Named:
-        """A boolean choice, a bias, or a causal comparison."""
+        """Apply a boolean mask, a bias, or a causal comparison."""
         g, pick, chance = self.g, self.choices.pick, self.choices.chance
         dtype = x.value.dtype
         assert dtype is not None
@@ -932,7 +932,7 @@ class _Attention:
         return Named(g.where(g.unary("Not", condition.value), number, x.value), x.dims)
 
     def multiplied(self, x: Named) -> Named:
-        """Scores times ones and zeros, to which large negative numbers are added where the zeros are."""
+        """Multiply scores by ones and zeros, and add large negative numbers at the zeros."""
         g = self.g
         dtype = x.value.dtype
         assert dtype is not None
@@ -944,7 +944,7 @@ class _Attention:
         return Named(g.binary("Add", g.binary("Mul", x.value, ones.value), low), x.dims)
 
     def causal(self) -> Named:
-        """True where the key is not later than the query."""
+        """Return True where the key is not later than the query."""
         g = self.g
         if g.of["i"].is_static and g.of["j"].is_static and self.choices.chance(50):
             below = np.tri(g.of["i"].factor, g.of["j"].factor, dtype=bool)
@@ -975,7 +975,7 @@ class _Attention:
         wider = ir.DataType.DOUBLE if dtype == FLOAT else FLOAT
         if chance(15):
             scores = Named(g.cast(scores.value, wider), scores.dims)
-        weights = self.beside_sinks(scores) if self.sinks_fit() else self.softmax(scores)
+        weights = self.with_sinks(scores) if self.sinks_fit() else self.softmax(scores)
         if weights.value.dtype != dtype:
             weights = Named(g.cast(weights.value, dtype), weights.dims)
         if chance(25) and not self.flaw and not self.by_hand:
@@ -1013,7 +1013,7 @@ class _Attention:
         return self.viewed(weights)
 
     def masked_again(self, x: Named) -> Named:
-        """Weights put to zero where a mask of the scores has hidden the keys already."""
+        """Zero the weights where a mask of the scores already hides the keys."""
         g = self.g
         infinite = all(number == -np.inf for _, number in self.fills)
         hidden = self.fills if infinite or len(self.fills) == self.steps == 1 else []
@@ -1026,17 +1026,17 @@ class _Attention:
                 for have, want in zip(condition.dims, x.dims[-len(condition.dims) :], strict=False)
             ]
             if len(condition.dims) > len(x.dims) or any(fitting):
-                return x  # the weights were given other dims since
+                return x  # the weights have other dims by now
         assert x.value.dtype is not None
         return Named(g.where(condition.value, x.value, g.constant(0.0, x.value.dtype)), x.dims)
 
     def sinks_fit(self) -> bool:
-        """Whether to put sinks beside the scores; not beside those that a finite number may stand in place of."""
+        """Return whether to add sinks; not if a finite number may replace scores."""
         finite = any(number != -np.inf for _, number in self.fills)
         return self.choices.chance(8) and not self.flaw and self.steps == len(self.fills) + self.biases and not finite
 
-    def beside_sinks(self, scores: Named) -> Named:
-        """The softmax over the scores and one or two more columns, which are cut off behind it."""
+    def with_sinks(self, scores: Named) -> Named:
+        """Compute the softmax over the scores and one or two more columns, which are then removed."""
         g, pick = self.g, self.choices.pick
         count, first, axis = pick((1, 1, 2)), self.choices.chance(30), scores.dims.index(("j",))
         assert scores.value.dtype is not None
@@ -1096,7 +1096,7 @@ class _Attention:
         return Named(g.binary("Div", exponentials, total), scores.dims)
 
     def finished(self, output: Named) -> ir.Value:
-        """The output in some layout, perhaps projected."""
+        """Return the output in some layout, perhaps projected."""
         g = self.g
         if "e" not in output.axes:  # a flaw
             return g.unary("Relu", output.value)

@@ -1,5 +1,5 @@
-"""Masks as people and exporters write them, at random, straight in ONNX: comparisons of positions, triangles,
-constants, paddings, biases, and all ways to put them together."""
+"""Random masks, as people and exporters write them, built directly in ONNX: comparisons of positions, triangles,
+constants, paddings, biases, and all combinations of them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ COMPARISONS = ("GreaterOrEqual", "LessOrEqual", "Less", "Greater", "Equal")
 
 @dataclass
 class RandomMask:
-    """A mask, and a site that has it.
+    """A mask, and a site that uses it.
 
     Attributes:
-        model: computes the mask alone.
+        model: a graph that computes only the mask.
         node: a canonical Attention node.
         mask: its mask.
-        inputs: of the model, at the sizes.
-        sizes: of the symbols.
-        n_q: how many queries there are.
-        n_k: how many keys.
+        inputs: the model's inputs, at the sizes.
+        sizes: sizes of the symbols.
+        n_q: number of queries.
+        n_k: number of keys.
     """
 
     model: ir.Model
@@ -45,20 +45,20 @@ class RandomMask:
     n_k: int
 
     def numbers(self) -> Array:
-        """`(B, H, n_q, n_k)`: what ONNX Runtime makes of the mask, as numbers that are added to scores."""
+        """Return the mask computed by ONNX Runtime, as `(B, H, n_q, n_k)` numbers to add to scores."""
         (numbers,) = outputs_of(self.model, self.inputs)
         numbers = np.where(numbers, 0.0, -np.inf) if numbers.dtype == bool else numbers.astype(np.float64)
         return np.broadcast_to(numbers, np.broadcast_shapes(numbers.shape, (1, 1, self.n_q, self.n_k)))
 
     def scalar(self, scalar: Scalar) -> int:
-        """What ONNX Runtime makes of a number that only a run tells."""
+        """Return a run-time scalar computed by ONNX Runtime."""
         array = self.inputs.get(str(scalar.value.name))
         if array is None:
             graph = self.model.graph
             outputs, graph.outputs[:] = list(graph.outputs), [scalar.value]
             (array,) = outputs_of(self.model, self.inputs)
             graph.outputs[:] = outputs
-        return int(array[tuple(at.constant for at in scalar.index if at is not None)])
+        return int(array[tuple(index.constant for index in scalar.index if index is not None)])
 
 
 def outputs_of(model: ir.Model, inputs: dict[str, Array]) -> list[Array]:
@@ -73,13 +73,13 @@ def outputs_of(model: ir.Model, inputs: dict[str, Array]) -> list[Array]:
 
 @dataclass
 class MaskWriter(Graph):
-    """Writes a mask of `(n_q, n_k)`, and of more dims in the end.
+    """Writes a mask of `(n_q, n_k)`, with more dims in the end.
 
     Attributes:
-        size: of queries and of keys.
-        lengths: the same as scalars of the graph.
-        data: inputs that masks share, by name.
-        leaf: the one method that writes conditions; empty for all.
+        size: sizes of queries and of keys.
+        lengths: the sizes as scalars of the graph.
+        data: shared inputs, by name.
+        leaf: the only method that writes conditions, or empty for all.
     """
 
     size: tuple[Size, Size] = (ONE, ONE)
@@ -106,12 +106,12 @@ class MaskWriter(Graph):
         return self.lengths[along]
 
     def along(self, x: ir.Value, dim: int) -> ir.Value:
-        """A vector as a row or a column."""
+        """Return a vector as a row or a column."""
         if self.choices.chance(20) and dim == QUERIES:
             return self.transpose(self.unsqueeze(x, [0]), [1, 0])
         return self.unsqueeze(x, [1 - dim])
 
-    # --- whole numbers
+    # --- integers
 
     def position(self, dim: int) -> ir.Value:
         size, pick = self.size[dim], self.choices.pick
@@ -139,7 +139,7 @@ class MaskWriter(Graph):
         return x
 
     def sum(self, dim: int) -> ir.Value:
-        """The running sum of conditions, numbers or data over a dim, or over a longer one that is cut at either end."""
+        """Write the running sum of conditions, numbers or data over a dim, or over a longer one that is then sliced."""
         size, pick, more = self.size[dim], self.choices.pick, self.pick_number(0, 4)
         longer = Size.of(size.factor + more if size.is_static else ir.SymbolicDim(f"{size.dim()} + {more}"))
         length = self.binary("Add", self.length(dim), self.number(more))
@@ -184,7 +184,7 @@ class MaskWriter(Graph):
         return x
 
     def floored(self, x: ir.Value, divisor: int) -> ir.Value:
-        """`x // divisor` as torch's exporter writes it."""
+        """Write `x // divisor` as torch's exporter does."""
         by = self.number(divisor)
         signs = self.binary("Equal", self.binary("Less", x, self.number(0)), self.constant(True, BOOL))
         rest = self.cast(self.binary("Mod", x, by), BOOL)
@@ -227,7 +227,7 @@ class MaskWriter(Graph):
         return self.binary(self.choices.pick(COMPARISONS), difference, self.number(self.pick_number(-3, 6)))
 
     def _summed(self) -> ir.Value:
-        """A running sum beside a position, another sum or a number."""
+        """Compare a running sum with a position, another sum or a number."""
         dim = self.choices.pick((QUERIES, KEYS))
         x, kind = self.along(self.sum(dim), dim), self.choices.pick(("position", "sum", "number"))
         if kind == "number":
@@ -246,7 +246,7 @@ class MaskWriter(Graph):
         return self.op("Trilu", [self._square(True), k], list(self.size), upper=self.pick_number(0, 1))
 
     def _flags(self) -> ir.Value:
-        """A constant: of a few shapes, one at random, and one with a hole."""
+        """Write a constant mask."""
         if not (self.size[0].is_static and self.size[1].is_static):
             return self._triangle()
         n_q, n_k = (size.factor for size in self.size)
@@ -274,7 +274,7 @@ class MaskWriter(Graph):
         return flags
 
     def _data(self) -> ir.Value:
-        """What only a run tells: paddings of keys and of queries, and a mask of its own for every pair."""
+        """Write a run-time input: padding of keys or queries, or a mask of all pairs."""
         kind = self.choices.pick(("keys", "keys", "queries", "pairs", "gathered"))
         if kind == "pairs":
             return self.shared("pairs", list(self.size), BOOL)
@@ -290,7 +290,7 @@ class MaskWriter(Graph):
         return self.op("GatherND", [flags, self.unsqueeze(positions, [0, 2])], [ONE, self.size[KEYS]], BOOL)
 
     def _bounded(self) -> ir.Value:
-        """A comparison of data between bounds, some of it NaN, of which no comparison holds."""
+        """Compare data within bounds, some of it NaN, for which every comparison is false."""
         numbers = self.shared("numbers", [self.size[KEYS]], FLOAT)
         number, other = (self.constant(self.pick_number(-2, 2) / 2) for _ in range(2))
         x = self.binary(self.choices.pick(("Max", "Min")), numbers, number)
@@ -308,7 +308,7 @@ class MaskWriter(Graph):
         return self.concat([self.slice(x, axis, by, size.factor), self.slice(x, axis, 0, by)], axis, dims[axis])
 
     def _buffer(self) -> ir.Value:
-        """A piece of a constant that is larger than the mask, as GPT-2 cuts its causal one."""
+        """Slice a larger constant, as GPT-2 does with its causal mask."""
         flags = self.constant(self._array(40, 44), BOOL)
         starts, ends = [self.ints(0), self.ints(0)], []
         for dim in (QUERIES, KEYS):
@@ -324,7 +324,7 @@ class MaskWriter(Graph):
     # --- masks
 
     def added(self, depth: int) -> ir.Value:
-        """Numbers to add to scores."""
+        """Write numbers to add to scores."""
         pick = self.choices.pick
         kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "sum", "bias", "constant"))
         if kind == "sum" and depth:
@@ -349,14 +349,14 @@ class MaskWriter(Graph):
 
 
 LEAVES = ("_compared", "_triangle", "_flags", "_data", "_rolled", "_buffer", "_summed", "_bounded")
-"""What masks are made of: methods of :class:`MaskWriter`."""
+"""Names of the methods of :class:`MaskWriter` that write conditions."""
 
 
 def random_mask(choices: Choices, leaf: str = "") -> RandomMask:
-    """A mask drawn by `choices`.
+    """Draw a mask.
 
     Args:
-        leaf: which of :data:`LEAVES` it is made of; empty for all.
+        leaf: the only one of :data:`LEAVES` to use, or empty for all.
     """
     n, p = choices.pick((5, 1, 2, 8, 12)), choices.pick((3, 1, 7))
     kind = choices.pick(("static", "one", "two", "cache"))
@@ -385,7 +385,7 @@ def random_mask(choices: Choices, leaf: str = "") -> RandomMask:
 
 
 def drawn_mask(choices: Choices, leaf: str = "") -> RandomMask:
-    """A random mask that is a valid graph."""
+    """Draw a random mask that is a valid graph."""
     while True:
         try:
             return random_mask(choices, leaf)

@@ -1,6 +1,6 @@
-"""Models drawn at random, each from a seed: its kind, sizes, masks, norms, weights and precision.
+"""Random models, each drawn from a seed: kind, sizes, masks, norms, weights and precision.
 
-What is drawn is what people write: attention and cross-attention with every sort of mask, encoders, the column
+They cover common code: attention and cross-attention with every sort of mask, encoders, the column
 convention, and patches of images, at many sizes, static and dynamic.
 """
 
@@ -28,7 +28,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 Options = dict[str, Any]
 
 Kinds = Mapping[str, tuple[Callable[[random.Random], Options], Callable[..., Example]]]
-"""By name, what draws the options of a kind of models, and what makes one of them."""
+"""For each kind of models, the functions that draw its options and that build a model."""
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -39,10 +39,10 @@ class Recipe:
     """A model and its precision.
 
     Attributes:
-        seed: the recipe and its random numbers follow from it.
+        seed: determines the recipe and its random numbers.
         kind: one of :data:`KINDS`.
-        precision: drawn from :data:`PRECISIONS`, or `int8`.
-        weights: factor on every parameter of two or more dims.
+        precision: one of :data:`PRECISIONS`, or `int8`.
+        weights: factor for every parameter with two or more dims.
         options: arguments of the kind.
     """
 
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def draw(seed: int) -> Recipe:
-    """The recipe of a seed."""
+    """Draw the recipe of a seed."""
     rng = random.Random(seed)
     precision, kind = rng.choice(PRECISIONS), rng.choice(("attention", "attention", "encoder", "columns", "patches"))
     weights = round(0.3 * 10 ** rng.random(), 3)
@@ -62,11 +62,11 @@ def draw(seed: int) -> Recipe:
 
 
 def make(recipe: Recipe, kinds: Kinds | None = None) -> Example:
-    """The model of a recipe, with random weights, example inputs and dynamic shapes.
+    """Build the model of a recipe, with random weights, example inputs and dynamic shapes.
 
     Args:
         recipe: the recipe.
-        kinds: that its kind is one of; :data:`KINDS` by default.
+        kinds: the known kinds; :data:`KINDS` by default.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -79,7 +79,7 @@ def make(recipe: Recipe, kinds: Kinds | None = None) -> Example:
 
 
 def sizes_of(rng: random.Random) -> Options:
-    """Batch and tokens, each as the size of the example and the largest size; None where the size is fixed."""
+    """Draw batch and tokens, each as the example's and the largest size; None if the size is static."""
     batch, tokens = rng.randint(1, 4), rng.randint(2, 40)
     return {
         "batch": (batch, rng.choice((None, batch + rng.randint(1, 4)))),
@@ -131,7 +131,7 @@ def _draw_columns(rng: random.Random) -> Options:
     options = sizes_of(rng)
     batch, most = options["batch"]
     return options | {
-        "batch": (max(batch, 2), most),  # a batch of one is a special case to torch.export
+        "batch": (max(batch, 2), most),  # torch.export treats a batch of one as a special case
         "heads": rng.choice((None, 2, 3, 5)),
         "score": rng.choice(("dot", "scaled-dot", "general")),
         "feature_dim": rng.randint(4, 64),
@@ -162,15 +162,15 @@ class Attention(nn.Module):
 
     Args:
         width, memory_width: sizes of a token of `x` and of the memory.
-        heads, key_size, value_size: number of heads, and sizes in one head; value_size is key_size where not given.
+        heads, key_size, value_size: number of heads, and sizes per head; value_size defaults to key_size.
         bias: whether the projections have a bias.
         written: `products` or `sdpa`.
-        scaled: scores are divided by √key_size.
-        output: heads are projected to width.
+        scaled: whether scores are divided by √key_size.
+        output: whether heads are projected to width.
         softcap: scores are c·tanh(s/c).
-        is_causal: a query sees keys up to its own place.
-        mask: what the mask means: `padding` (B, n_k), True for keys that are left out; `keep` (B, n_k), True for keys
-            that are not; `rows` (n_q, n_k), True where a query may attend; `numbers` (B, n_k), integers, 1 for keys
+        is_causal: whether a query only sees keys up to its own position.
+        mask: meaning of the mask: `padding` (B, n_k), True for keys that are excluded; `keep` (B, n_k), True for keys
+            that are kept; `rows` (n_q, n_k), True where a query may attend; `numbers` (B, n_k), integers, 1 for keys
             that are kept; `-inf` and `-10000.0` (B, n_k) are added to the scores.
     """
 
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         return attended
 
     def masks(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Where a query may attend, and what is added to its scores."""
+        """Return where a query may attend, and what is added to its scores."""
         allowed, added = None, None
         if mask is not None and self.mask == "padding":
             allowed = ~mask[:, None, None, :]
@@ -251,7 +251,7 @@ class CrossAttention(Attention):
 
 
 class RMSNorm(nn.Module):
-    """`x / √(mean(x²) + ε) · g`, by hand; in fp32 where it is `upcast`, as LLaMA's is."""
+    """`x / √(mean(x²) + ε) · g` as separate operators; in fp32 if `upcast`, as in LLaMA."""
 
     def __init__(self, width: int, upcast: bool) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a residual and a norm before or behind it."""
+    """Attention and a feed-forward layer, each with a residual and a norm before or after it."""
 
     def __init__(self, width: int, norm: str, norm_first: bool, activation: str, **attention: Any) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Layers, on token ids where there is a vocabulary; a second output is the mean over tokens."""
+    """Layers, on token ids if there is a vocabulary; a second output is the mean over tokens."""
 
     def __init__(self, layers: int, width: int, vocabulary: int | None, outputs: int, **layer: Any) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ def example_of(module: nn.Module, args: Sequence[Tensor], shapes: Mapping[str, M
 
 
 def _mask(mask: str, batch: int, queries: int, keys: int) -> Tensor:
-    """An example that leaves out some keys but not all, where there is more than one."""
+    """Return an example mask that excludes some keys but not all, if there is more than one."""
     if mask == "rows":
         kept = torch.rand(queries, keys) < 0.7
         kept[:, 0] = True

@@ -1,5 +1,7 @@
-"""What the tests share: bundles that are deployed once for all workers, and which tests need a GPU. `tests/conftest.py`
-loads this in each process that runs tests."""
+"""Shared fixtures: bundles that are deployed once for all workers, and the markers of tests.
+
+`tests/conftest.py` loads this in each process that runs tests.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# Torch's cache of fake tensors pays for models of many layers, and is a tenth of a small one's export.
+# torch's fake tensor cache pays off for models with many layers, and takes a tenth of the export of a small one.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
 QUICK = (
@@ -49,13 +51,13 @@ QUICK = (
     "model/test_transformer.py", "model/test_worked_example.py", "runtime/test_race.py",
     "serving/test_open_inference.py",
 )  # fmt: skip
-"""Files and folders of `make quick`, which exports and deploys nothing: all other tests are marked `slow`."""
+"""Files and folders of `make quick`, which export and deploy nothing; all other tests are marked `slow`."""
 
 CLUSTER = ExitStack()
-"""The Ray cluster, while one runs."""
+"""The running Ray cluster, if any."""
 
 LAST_OF_RAY = pytest.StashKey[str]()
-"""The last test that uses it: left alone, a cluster takes a twentieth of a processor for the rest of the run."""
+"""The last test that uses the cluster: an idle cluster takes a twentieth of a CPU for the rest of the run."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -97,23 +99,23 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def keep_what_stays() -> None:
-    """Let the collector look no more at what modules and caches hold by now."""
+    """Exclude the objects in modules and caches from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run that its workers share."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    """A folder shared by the workers of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(shared: Path) -> Iterator[None]:
-    """The key of the cache is this run's own, and not that of whoever runs the tests."""
+    """Use a cache key of this run instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(shared / "state"))
         yield
@@ -121,21 +123,21 @@ def own_state(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def share_exports(shared: Path) -> Iterator[None]:
-    """A module that one deploy exported, no other deploy of the run exports again."""
+    """Export each module only once in a run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnforge.export.sources.source.capture", shared_in(shared / "exports"))
         yield
 
 
 def once(folder: Path, deploy: Callable[[], Bundle]) -> Bundle:
-    """The bundle in `folder`, deployed by the first worker that asks for it."""
+    """Return the bundle in `folder`, deployed by the first worker that requests it."""
     with FileLock(f"{folder}.lock"):
         return Bundle(folder) if folder.exists() else deploy()
 
 
 @pytest.fixture(scope="session")
 def registered(shared: Path) -> Deploy:
-    """`registered(name, precision)`: that model, deployed for every target that can be built here."""
+    """`registered(name, precision)`: a registered model, deployed for every target that can be built here."""
 
     @functools.cache
     def deploy(name: str, precision: str) -> Bundle:
@@ -148,7 +150,7 @@ def registered(shared: Path) -> Deploy:
 
 @pytest.fixture(scope="session")
 def small(shared: Path) -> DeploySmall:
-    """`small(precision)`: :class:`Small`, deployed for ONNX Runtime and TensorRT-RTX. To alter it, take a `copy`."""
+    """`small(precision)`: :class:`Small`, deployed for ONNX Runtime and TensorRT-RTX. Use `copy` to alter it."""
     targets = ("onnxruntime", "tensorrt_rtx")
 
     @functools.cache
@@ -171,8 +173,8 @@ def copy(small: DeploySmall, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray cluster of this machine; what uses it is of the group `ray`, so that there is one. Two actors leave a
-    processor for reading."""
+    """A Ray cluster on this machine. Its tests are in the group `ray`, so that there is only one. Two actors leave a
+    CPU for reading."""
     with CLUSTER:
         CLUSTER.enter_context(local_cluster(cpus=4))
         yield

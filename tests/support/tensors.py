@@ -1,4 +1,4 @@
-"""Random tensors and modules in float64, and how two results compare."""
+"""Random tensors and modules in float64, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def randomized(module: Module) -> Module:
-    """In float64 and eval mode, all parameters random: biases and norms start at 0 and 1, which hides mistakes."""
+    """Convert to float64 and eval mode, with random parameters: initial biases of 0 and norms of 1 hide mistakes."""
     with torch.no_grad():
         for parameter in module.double().eval().parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) / math.sqrt(parameter.shape[-1]))

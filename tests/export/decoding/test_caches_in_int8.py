@@ -83,7 +83,7 @@ def test_the_kernel_reads_int8_itself(deployed: Bundle) -> None:
 
 
 def test_tensorrt_has_no_caches_in_int8(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="tensorrt_rtx keeps caches in fp32, fp16 or bf16, not int8"):
+    with pytest.raises(BuildError, match="tensorrt_rtx supports caches in fp32, fp16 or bf16, not int8"):
         deploy("rotary", tmp_path / "b", targets=["tensorrt_rtx"])
 
 
@@ -95,7 +95,7 @@ def test_with_low_bit_products(tmp_path: Path) -> None:
 
 
 def test_a_cache_whose_rounding_error_is_too_large_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"a cache in int8 misses what was asked for: .*where 1e-06 is allowed"):
+    with pytest.raises(BuildError, match=r"an int8 cache misses the requirement: .*with 1e-06 allowed"):
         deploy("rotary", tmp_path / "b", max_error=1e-6)
     assert not (tmp_path / "b").exists()
 
@@ -104,10 +104,10 @@ def test_a_cache_whose_rounding_error_is_too_large_is_refused(tmp_path: Path) ->
     ("options", "error", "words"),
     [
         ({"data": []}, UsageError, "no real inputs were given"),
-        ({"max_error": None}, UsageError, "nothing says by how much it may"),
-        ({"cache_tokens": None}, UsageError, "there are none; give cache_tokens"),
+        ({"max_error": None}, UsageError, "no limit was given"),
+        ({"cache_tokens": None}, UsageError, "there is no cache; give cache_tokens"),
         ({"cache_precision": "int4"}, UnknownNameError, "int8"),
-        ({"precision": "fp16"}, UsageError, "beside fp32 or products in few bits, not fp16"),
+        ({"precision": "fp16"}, UsageError, "need fp32 or quantised products, not fp16"),
         ({"precision": "auto"}, UsageError, "not auto"),
     ],
 )

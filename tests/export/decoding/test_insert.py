@@ -285,7 +285,7 @@ def test_the_form_that_reads_the_cache_is_measured(decoders: DeployDecoder) -> N
         "com.microsoft::GroupQueryAttention, cache in place",
     }
     assert first.form in first.measured and not first.dropped
-    assert f"for a token behind {PLACES // 2}" in first.why and "for a prompt of 9" in first.why
+    assert f"for a token after {PLACES // 2}" in first.why and "for a prompt of 9" in first.why
     assert second.measured == first.measured  # equal layers share one measurement
 
 

@@ -1,4 +1,4 @@
-"""diagnose: where models that break on purpose break, and why; and that a wrong rewrite is told from rounding."""
+"""diagnose: where and why deliberately broken models break; and that a wrong rewrite is distinguished from rounding."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ def deployed(make: Callable[[], nn.Module], precision: str, folder: Path) -> Bun
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_breaks_is_found_and_why(name: str, broken: DeployBroken) -> None:
     expected = BROKEN[name]
-    found = diagnose(broken(name, expected.precision), case="example")
-    finding = found.finding
+    diagnosis = diagnose(broken(name, expected.precision), case="example")
+    finding = diagnosis.finding
     blamed = (expected.cause, expected.module, expected.operator)
     assert (finding.cause, finding.module, finding.operator) == blamed, finding
-    assert finding.stage == "eager" and not found.healthy
-    assert found.same_function == ["plain", "canonical", *TARGETS]
-    assert finding.error_without is None or (found.error is not None and finding.error_without < found.error / 2)
-    assert any(one.tensor == finding.tensor for one in found.tensors), "it is among those listed"
+    assert finding.stage == "eager" and not diagnosis.healthy
+    assert diagnosis.same_function == ["plain", "canonical", *TARGETS]
+    if finding.error_without is not None:
+        assert diagnosis.error is not None and finding.error_without < diagnosis.error / 2
+    assert any(report.tensor == finding.tensor for report in diagnosis.tensors), "it is among those listed"
     if finding.line is not None:
         assert finding.line.startswith("broken.py:")
 
@@ -57,15 +58,15 @@ def of_healthy(broken: DeployBroken) -> Diagnosis:
     return diagnose(broken("healthy", "fp16"))
 
 
-def test_a_healthy_model_is_told_so(of_healthy: Diagnosis) -> None:
-    found = of_healthy
-    assert found.healthy and found.finding.cause == "rounding" and found.finding.tensor is None
-    assert found.error is not None and found.eager_error is not None
-    assert found.error == pytest.approx(found.eager_error, rel=0.5), "the emulated eager is the eager of torch"
-    assert 30 < found.examined < 200 and len(found.tensors) == 12
+def test_a_healthy_model_is_reported_as_healthy(of_healthy: Diagnosis) -> None:
+    diagnosis = of_healthy
+    assert diagnosis.healthy and diagnosis.finding.cause == "rounding" and diagnosis.finding.tensor is None
+    assert diagnosis.error is not None and diagnosis.eager_error is not None
+    assert diagnosis.error == pytest.approx(diagnosis.eager_error, rel=0.5), "the emulated eager is torch's eager"
+    assert 30 < diagnosis.examined < 200 and len(diagnosis.tensors) == 12
 
 
-def test_weights_that_the_precision_does_not_hold(tmp_path: Path) -> None:
+def test_weights_beyond_the_range_of_the_precision(tmp_path: Path) -> None:
     def make() -> nn.Module:
         module = healthy()
         module.steps[0].mlp[0].bias.data[0] = 1e5  # type: ignore[index, union-attr]
@@ -75,11 +76,11 @@ def test_weights_that_the_precision_does_not_hold(tmp_path: Path) -> None:
     assert finding.cause == "overflow" and "weights steps.0.mlp.0.bias" in finding.evidence
 
 
-# A graph that is another function
+# Graphs that are another function
 
 
 def altered(bundle: Bundle, copy: Path, file: str, change: Callable[[ir.Model], None]) -> Diagnosis:
-    """The diagnosis of a copy of `bundle` with one of its graphs changed."""
+    """Diagnose a copy of `bundle` with one of its graphs changed."""
     shutil.copytree(bundle.path, copy)
     model = ir.load(copy / file)
     change(model)
@@ -92,45 +93,42 @@ def another_scale(model: ir.Model) -> None:
     node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * 1.01)
 
 
-def shown(found: Diagnosis) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What the pieces that reproduce a fault give, before and after."""
-    before, after, inputs = found.finding.reproduction
+def reproduced(diagnosis: Diagnosis) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The outputs of the parts that reproduce a fault, before and after."""
+    before, after, inputs = diagnosis.finding.reproduction
     arrays = np.load(inputs)
     results = []
     for file in (before, after):
         session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
-        results.append(session.run(None, {one.name: arrays[one.name] for one in session.get_inputs()}))
+        results.append(session.run(None, {value.name: arrays[value.name] for value in session.get_inputs()}))
     return results[0], results[1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_wrong_lowering_is_named(precision: str, broken: DeployBroken, tmp_path: Path) -> None:
-    found = altered(broken("healthy", precision), tmp_path / "b", "onnxruntime/model.onnx", another_scale)
-    finding = found.finding
+    diagnosis = altered(broken("healthy", precision), tmp_path / "b", "onnxruntime/model.onnx", another_scale)
+    finding = diagnosis.finding
     assert finding.cause == "rewrite" and finding.stage == "onnxruntime" and finding.module == "steps.0.attention"
     assert str(finding.rule).startswith("lowering for onnxruntime: Attention to com.microsoft::MultiHeadAttention")
-    assert found.same_function == ["plain", "canonical"] and found.failing == (
-        ["onnxruntime-cpu"] if precision == "fp32" else found.failing
-    )
+    assert diagnosis.same_function == ["plain", "canonical"]
+    assert diagnosis.failing == (["onnxruntime-cpu"] if precision == "fp32" else diagnosis.failing)
     nodes = [node.op_type for node in ir.load(finding.reproduction[1]).graph]
     assert nodes.count("MultiHeadAttention") == 1 and len(nodes) < 20, "the site alone"
-    before, after = shown(found)
+    before, after = reproduced(diagnosis)
     assert not np.allclose(before[0], after[0], rtol=1e-4)
 
 
 def test_a_fault_in_the_lowering_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scale that is applied twice: what a slip in our own code would deploy."""
+    """A scale that is applied twice, as a bug in our own code might do."""
     right = for_onnxruntime._multi_head
 
     def wrong(op: Builder, a: Attention, name: str, packed: bool) -> ir.Value:
         return right(op, replace(a, scale=2 * a.scale), name, packed)
 
     monkeypatch.setattr(for_onnxruntime, "_multi_head", wrong)
-    found = diagnose(deployed(healthy, "fp16", tmp_path / "b"))
-    assert found.finding.cause == "rewrite" and found.finding.module == "steps.0.attention"
-    assert str(found.finding.rule).startswith(
-        "lowering for onnxruntime: Attention to com.microsoft::MultiHeadAttention"
-    )
+    finding = diagnose(deployed(healthy, "fp16", tmp_path / "b")).finding
+    assert finding.cause == "rewrite" and finding.module == "steps.0.attention"
+    assert str(finding.rule).startswith("lowering for onnxruntime: Attention to com.microsoft::MultiHeadAttention")
 
 
 def test_a_wrong_canonical_graph_is_named(broken: DeployBroken, tmp_path: Path) -> None:
@@ -138,21 +136,21 @@ def test_a_wrong_canonical_graph_is_named(broken: DeployBroken, tmp_path: Path) 
         node = [n for n in model.graph if n.op_type == "Attention"][1]
         node.attributes["scale"] = ir.AttrFloat32("scale", 0.3)
 
-    found = altered(broken("healthy", "fp32"), tmp_path / "b", "canonical.onnx", change)
-    assert found.finding.cause == "rewrite" and found.finding.stage == "canonical"
-    assert found.finding.module == "steps.1.attention"
-    assert str(found.finding.rule).startswith("canonicalize: MatMul·") and found.same_function == ["plain"]
+    diagnosis = altered(broken("healthy", "fp32"), tmp_path / "b", "canonical.onnx", change)
+    assert diagnosis.finding.cause == "rewrite" and diagnosis.finding.stage == "canonical"
+    assert diagnosis.finding.module == "steps.1.attention"
+    assert str(diagnosis.finding.rule).startswith("canonicalize: MatMul·") and diagnosis.same_function == ["plain"]
 
 
-def test_a_wrong_form_for_tensorrt_is_named_though_nothing_runs_it(broken: DeployBroken, tmp_path: Path) -> None:
+def test_a_wrong_form_for_tensorrt_is_named_although_nothing_runs_it(broken: DeployBroken, tmp_path: Path) -> None:
     def change(model: ir.Model) -> None:
         node = next(n for n in model.graph if n.op_type == "Softmax")
         node.attributes["axis"] = ir.AttrInt64("axis", 2)
 
-    found = altered(broken("healthy", "fp16"), tmp_path / "b", "tensorrt/model.onnx", change)
-    assert found.failing == [] and not found.healthy
-    assert found.finding.stage == "tensorrt_rtx" and found.finding.module == "steps.0.attention"
-    before, after = shown(found)
+    diagnosis = altered(broken("healthy", "fp16"), tmp_path / "b", "tensorrt/model.onnx", change)
+    assert diagnosis.failing == [] and not diagnosis.healthy
+    assert diagnosis.finding.stage == "tensorrt_rtx" and diagnosis.finding.module == "steps.0.attention"
+    before, after = reproduced(diagnosis)
     assert not np.allclose(before[0], after[0], rtol=1e-2)
 
 
@@ -164,9 +162,9 @@ def test_altered_weights_are_named(broken: DeployBroken, tmp_path: Path) -> None
         numbers[7] *= 1.5
         weight.const_value = ir.tensor(numbers, name=weight.name)
 
-    found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
-    assert found.finding.rule == "the weights steps.1.mlp.0.bias differ at 1 of 256 places, first at [7]"
-    assert found.finding.module == "steps.1.mlp.0"
+    finding = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change).finding
+    assert finding.rule == "the weights steps.1.mlp.0.bias differ at 1 of 256 positions, first at [7]"
+    assert finding.module == "steps.1.mlp.0"
 
 
 def test_another_operator_is_named(broken: DeployBroken, tmp_path: Path) -> None:
@@ -174,16 +172,14 @@ def test_another_operator_is_named(broken: DeployBroken, tmp_path: Path) -> None
         node = next(n for n in model.graph if n.op_type == "Gelu")
         node.attributes["approximate"] = ir.AttrString("approximate", "tanh")
 
-    found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
-    assert found.finding.module == "steps.0.mlp.1" and "Gelu (node_gelu) has other attributes" in str(
-        found.finding.rule
-    )
+    finding = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change).finding
+    assert finding.module == "steps.0.mlp.1" and "Gelu (node_gelu) has other attributes" in str(finding.rule)
 
 
 def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors(
     broken: DeployBroken, tmp_path: Path
 ) -> None:
-    """In float64 a cast is none, so the graphs are one function: what the backend computes shows it."""
+    """In float64 a cast does nothing, so the graphs are one function; only the backend's own tensors show it."""
 
     def change(model: ir.Model) -> None:
         node = next(n for n in model.graph if n.op_type == "Gelu")
@@ -198,15 +194,15 @@ def test_a_cast_in_the_deployed_graph_alone_is_found_in_the_backends_own_tensors
             user.replace_input_with(index, wide.outputs[0])
         model.graph.insert_after(node, [narrow, wide])
 
-    found = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
-    finding = found.finding
-    assert found.same_function == ["plain", "canonical", *TARGETS] and found.failing == ["onnxruntime-cpu"]
+    diagnosis = altered(broken("healthy", "fp32"), tmp_path / "b", "onnxruntime/model.onnx", change)
+    finding = diagnosis.finding
+    assert diagnosis.same_function == ["plain", "canonical", *TARGETS] and diagnosis.failing == ["onnxruntime-cpu"]
     assert (finding.cause, finding.stage, finding.module) == ("operator", "onnxruntime-cpu", "steps.0.mlp.2"), finding
     assert "it is stored in float16" in finding.evidence
 
 
 def test_a_cast_is_looked_for_in_the_graph_that_a_backend_runs(broken: DeployBroken, tmp_path: Path) -> None:
-    """OpenVINO's own where it has one, else the canonical one, whether or not there is one for ONNX Runtime."""
+    """OpenVINO's own graph if it has one, otherwise the canonical one, whether or not there is one for ONNX Runtime."""
     copy = shutil.copytree(broken("healthy", "fp32").path, tmp_path / "b")
     model = ir.load(copy / "onnxruntime/model.onnx")
     node = next(n for n in model.graph if n.op_type == "Gelu")
@@ -218,30 +214,30 @@ def test_a_cast_is_looked_for_in_the_graph_that_a_backend_runs(broken: DeployBro
     ir.save(model, copy / "openvino.model.onnx")
     tensor = str(node.outputs[0].name)
 
-    def own(manifest: Manifest) -> None:
+    def add_target(manifest: Manifest) -> None:
         manifest.targets["openvino"] = TargetRecord(model="openvino.model.onnx")
 
-    bundle = rewrite(copy, own)
+    bundle = rewrite(copy, add_target)
     assert stored_low(bundle, "openvino", tensor) == "FLOAT16" and stored_low(bundle, "onnxruntime-cpu", tensor) is None
     bundle = rewrite(copy, lambda manifest: [manifest.targets.pop(name) for name in ("openvino", "onnxruntime")])
     assert stored_low(bundle, "openvino", tensor) is None
 
 
-def test_tensors_of_a_backend_are_beside_those_of_eager(of_healthy: Diagnosis) -> None:
-    found = of_healthy
-    assert found.not_traced == {}
-    told = [one for one in found.tensors if "onnxruntime-cpu" in one.deployed]
-    assert told, "the graphs have names in common"
-    for one in told:
-        assert one.error is not None and 0 <= (one.deployed["onnxruntime-cpu"] or 0) < one.error, "it computes in fp32"
+def test_tensors_of_a_backend_are_reported_with_those_of_eager(of_healthy: Diagnosis) -> None:
+    assert of_healthy.not_traced == {}
+    reports = [report for report in of_healthy.tensors if "onnxruntime-cpu" in report.deployed]
+    assert reports, "the graphs have names in common"
+    for report in reports:
+        error = report.deployed["onnxruntime-cpu"] or 0
+        assert report.error is not None and 0 <= error < report.error, "it computes in fp32"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_tensors_of_tensorrt_rtx(precision: str, broken: DeployBroken) -> None:
-    found = diagnose(broken("healthy", precision), ["tensorrt_rtx"])
-    assert found.healthy and found.not_traced == {}
-    assert any("tensorrt_rtx" in one.deployed for one in found.tensors)
+    diagnosis = diagnose(broken("healthy", precision), ["tensorrt_rtx"])
+    assert diagnosis.healthy and diagnosis.not_traced == {}
+    assert any("tensorrt_rtx" in report.deployed for report in diagnosis.tensors)
 
 
 # The command

@@ -1,4 +1,4 @@
-"""diagnose on quantised bundles: the step that costs most, clipped ranges, outlier channels, and saturated sums."""
+"""diagnose on quantised bundles: the most costly step, clipped ranges, outlier channels, and saturated sums."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def test_outlier_channels_are_named(outliers: Bundle) -> None:
-    found = attnforge.diagnose(outliers, ONLY)
-    finding = found.finding
+    diagnosis = attnforge.diagnose(outliers, ONLY)
+    finding = diagnosis.finding
     assert finding.cause == "outlier channel" and "channels 3, 17 of" in finding.evidence
     assert finding.module == "attention.query_proj, attention.key_proj, attention.value_proj"
-    assert found.failing == [] and not found.healthy and found.same_function == []
-    assert found.error is not None and found.eager_error == pytest.approx(found.error, rel=0.1)
-    assert finding.error_without is not None and finding.error_without < 0.8 * found.error
-    assert any(tensor.tensor == finding.tensor for tensor in found.tensors)
+    assert diagnosis.failing == [] and not diagnosis.healthy and diagnosis.same_function == []
+    assert diagnosis.error is not None and diagnosis.eager_error == pytest.approx(diagnosis.error, rel=0.1)
+    assert finding.error_without is not None and finding.error_without < 0.8 * diagnosis.error
+    assert any(tensor.tensor == finding.tensor for tensor in diagnosis.tensors)
 
 
-def test_the_cli_says_so(outliers: Bundle) -> None:
+def test_the_cli_reports_outliers(outliers: Bundle) -> None:
     result = CliRunner().invoke(app, ["diagnose", str(outliers.path), "--backend", *ONLY])
     assert result.exit_code == 1 and "outlier channel at attention.query_proj" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(("failing", "error", "code"), [([], 1e-2, 0), (["openvino"], 1e-2, 1), ([], 0.5, 1)])
-def test_clipped_numbers_are_a_note_where_they_cost_little(
+def test_clipped_numbers_are_a_note_if_they_cost_little(
     monkeypatch: pytest.MonkeyPatch, failing: list[str], error: float, code: int
 ) -> None:
     clipped = Diagnosis(
@@ -76,19 +76,19 @@ def test_clipped_numbers_are_a_note_where_they_cost_little(
 
 
 @pytest.mark.parametrize("precision", ["int4", "fp8"])
-def test_where_nothing_is_wrong_what_costs_most_is_told(tmp_path: Path, precision: str) -> None:
+def test_if_nothing_is_wrong_the_largest_cost_is_reported(tmp_path: Path, precision: str) -> None:
     bundle = (
         fixed(tmp_path / "b")
         if precision == "fp8"
         else deployed(tmp_path / "b", Block, "int4", data=real(), max_error=0.9)
     )
-    found = attnforge.diagnose(bundle, ONLY)
-    assert found.healthy and found.finding.cause == "quantisation", found.finding
-    assert "down errs most by itself" in found.finding.evidence
-    assert ("costs most" in found.finding.evidence) == (precision == "fp8")
+    diagnosis = attnforge.diagnose(bundle, ONLY)
+    assert diagnosis.healthy and diagnosis.finding.cause == "quantisation", diagnosis.finding
+    assert "down has the largest error by itself" in diagnosis.finding.evidence
+    assert ("costs most" in diagnosis.finding.evidence) == (precision == "fp8")
 
 
-def test_a_scale_that_a_backend_has_wrong_is_found_where_it_is(outliers: Bundle, tmp_path: Path) -> None:
+def test_a_wrong_scale_in_a_backends_graph_is_located(outliers: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(outliers.path, tmp_path / "b"))
     file = folder / outliers.manifest.targets["onnxruntime"].model
     model = ir.load(file)
@@ -112,7 +112,7 @@ def test_clipped_numbers_are_counted() -> None:
     source[0, 0] = -3
     cause, why = why_costly(step(), source) or ("", "")
     assert cause == "clipping" and why.startswith("0.31% of the numbers of t are beyond its range of ±1, up to 3")
-    source[0, 0] = 1.002  # by token a number may be a rounding beyond
+    source[0, 0] = 1.002  # by token, a number may exceed the range by a rounding
     assert why_costly(step(), source) is None
 
 
@@ -120,13 +120,13 @@ def test_clipped_numbers_are_counted() -> None:
 def test_channels_that_take_the_range_are_few(count: int) -> None:
     source = np.random.default_rng(0).uniform(-1, 1, (10, 32)) / 20
     source[:, 5 : 5 + count] *= 20
-    found = why_costly(step(), source)
-    if count == 3:  # of 32 channels a tenth is no outlier
-        assert found is None
+    cause = why_costly(step(), source)
+    if count == 3:  # a tenth of 32 channels are not outliers
+        assert cause is None
         return
-    assert found is not None and found[0] == "outlier channel"
-    assert found[1].startswith(["channel 5 of t takes", "channels 5, 6 of t take"][count - 1])
-    assert why_costly(step(most=448, scale=1 / 448), source) is None  # numbers with an exponent are as fine there
+    assert cause is not None and cause[0] == "outlier channel"
+    assert cause[1].startswith(["channel 5 of t takes", "channels 5, 6 of t take"][count - 1])
+    assert why_costly(step(most=448, scale=1 / 448), source) is None  # floating-point steps are as fine there
 
 
 # --- saturation -------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_sums_of_pairs_saturate_at_16_bits(traced: tuple[ir.Model, Trace]) -> No
     assert product[0, 0, 0] == pytest.approx(total / 127 * scales_of.const_value.numpy()[0])
 
 
-def test_a_backend_whose_sums_saturate_is_told(traced: tuple[ir.Model, Trace]) -> None:
+def test_a_backend_with_saturating_sums_is_recognised(traced: tuple[ir.Model, Trace]) -> None:
     canonical, of = traced
     between = products_between(canonical)[0]
     assert between.quantise is not None and between.quantise.inputs[0] is not None
@@ -173,6 +173,6 @@ def test_a_backend_whose_sums_saturate_is_told(traced: tuple[ir.Model, Trace]) -
     name = str(between.product.outputs[0].name)
     tensor, evidence = saturated_on(canonical, of, {name: error_of(product, of.exact[name])}) or (None, "")
     assert tensor is not None and tensor.name == name and "processors without VNNI" in evidence
-    right = {one.name: one.error for one in of.tensors}
+    right = {tensor.name: tensor.error for tensor in of.tensors}
     assert saturated_on(canonical, of, right) is None
     assert saturated_on(canonical, of, {name: 100.0}) is None

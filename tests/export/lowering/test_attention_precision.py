@@ -1,4 +1,4 @@
-"""Attention alone in 16 bits, in a bundle of fp32."""
+"""Attention alone in 16 bits, in an fp32 bundle."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ IN_16_BITS = (
 
 @pytest.mark.parametrize("name", IN_16_BITS)
 def test_attention_alone_in_fp16(name: str, tmp_path: Path) -> None:
-    """Fused in an fp32 bundle; and what TensorRT is given, emulated with the fused kernels' scores in fp32, is within
-    the budget."""
+    """Attention is fused in an fp32 bundle; and TensorRT's graph, emulated with the fused kernels' scores in fp32, is
+    within the budget."""
     idiom, target = IDIOMS[name], "tensorrt_rtx"
     bundle = attnforge.deploy(
         idiom.module(), idiom.args, tmp_path / "b", idiom.dynamic_shapes, targets=[target], attention_precision="fp16",

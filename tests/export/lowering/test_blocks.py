@@ -1,5 +1,5 @@
-"""Attention within a band in blocks of queries, and causal attention in steps: the same function at any number of
-tokens, for bands and causal attention alone; what TensorRT-RTX fuses of it."""
+"""Attention within a band in blocks of queries, and causal attention in causal blocks: the same function at any number
+of tokens, only for bands and causal attention; and what TensorRT-RTX fuses of it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.support.idioms.together import session_of
 
 NAMES = ("query", "key", "value", "padding", "bias")
 SIZE = 8
-"""Of a head."""
+"""Head size."""
 
 
 class Windows(nn.Module):
-    """Sites side by side, each with a mask of its own."""
+    """Several sites, each with its own mask."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Windows(nn.Module):
         index = torch.arange(query.shape[1])
         back = index[:, None] - index
         masks = {
-            "behind": (back >= 0) & (back < 70),
+            "before": (back >= 0) & (back < 70),
             "around": (back >= -9) & (back <= 40),
             "added": torch.zeros_like(back, dtype=torch.float32).masked_fill(back.abs() > 20, -torch.inf),
             "itself": back == 0,
@@ -86,7 +86,7 @@ class Windows(nn.Module):
 
 
 BANDS = {
-    "behind": Band(0, 69),
+    "before": Band(0, 69),
     "around": Band(-9, 40),
     "added": Band(-20, 20),
     "itself": Band(0, 0),
@@ -108,8 +108,8 @@ NO_BANDS = (
     *("last queries", "causal and prefix", "shifted chunks", "another's chunk", "chunks with a hole"),
     "prefix and padded",
 )
-STAIRS = {"causal": 0, "causal and padded": 0, "causal and prefix": 5, "prefix and padded": 70}
-"""First keys that all queries see, of those that can be computed in steps."""
+CAUSAL_PREFIXES = {"causal": 0, "causal and padded": 0, "causal and prefix": 5, "prefix and padded": 70}
+"""First keys that all queries see, for those that can be computed in causal blocks."""
 
 TRIANGLES = ("causal", "causal and padded", "causal and biased")
 
@@ -118,7 +118,7 @@ def inputs(batch: int, tokens: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(batch * 1000 + tokens)
     operands = [torch.randn(batch, tokens, heads * SIZE, generator=generator) for heads in (4, 2, 2)]
     padding = torch.rand(batch, tokens, generator=generator) < 0.7
-    padding[0, tokens // 4 : tokens // 4 + 80] = False  # queries without keys
+    padding[0, tokens // 4 : tokens // 4 + 80] = False  # fully masked rows
     return *operands, padding, torch.randn(1, 4, tokens, tokens, generator=generator)
 
 
@@ -138,16 +138,17 @@ def truth(name: str, batch: int, tokens: int) -> Array:
     return answer
 
 
-def test_bands_are_known_and_nothing_else_is_one() -> None:
+def test_bands_are_recognised_and_nothing_else() -> None:
     model = exported().model.clone()
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
     assert [attention.band for attention in sites] == [*BANDS.values(), *[None] * len(NO_BANDS)]
     assert [attention.is_triangle for attention in sites] == [name in TRIANGLES for name in (*BANDS, *NO_BANDS)]
-    assert [attention.staircase for attention in sites] == [STAIRS.get(name) for name in (*BANDS, *NO_BANDS)]
+    expected = [CAUSAL_PREFIXES.get(name) for name in (*BANDS, *NO_BANDS)]
+    assert [attention.causal_prefix for attention in sites] == expected
 
 
 def form_of(band: Band, nearly: int) -> str:
-    """ONNX Runtime's form in blocks of nearly so many queries."""
+    """ONNX Runtime's form in blocks of about this many queries."""
     (width,) = band.widths([nearly])
     first = f", {band.first_queries} first queries" if band.first_queries else ""
     return f"Attention, blocks of {width} × {band.first_keys + width + band.span}{first}"
@@ -160,7 +161,7 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
         if attention.band is not None:
             form = form_of(attention.band, width)
             (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == form)
-            assert not candidate.holds_scores
+            assert not candidate.materialises_scores
             write(model.graph, attention, candidate)
     outputs = {str(value.name): value for value in model.graph.outputs}
     model.graph.outputs[:] = [outputs[name] for name in BANDS]
@@ -175,13 +176,13 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
             assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected), (name, batch, tokens)
 
 
-def test_a_prefix_is_causal_but_for_its_own_queries() -> None:
+def test_a_prefix_is_causal_except_for_its_own_queries() -> None:
     model = exported().model.clone()
-    found = list(attentions(model, canonicalize(model).sites))
-    sites = {a.staircase: candidates_for(site.name, a) for site, a in found if a.staircase}
+    nodes = list(attentions(model, canonicalize(model).sites))
+    sites = {a.causal_prefix: candidates_for(site.name, a) for site, a in nodes if a.causal_prefix}
     assert [GROUP_QUERY_FIRST in [each.form for each in sites[first]] for first in (5, 70)] == [True, False]
     (candidate,) = (each for each in sites[5] if each.form == GROUP_QUERY_FIRST)
-    write(model.graph, next(a for _, a in found if a.staircase == 5), candidate)
+    write(model.graph, next(a for _, a in nodes if a.causal_prefix == 5), candidate)
     model.graph.outputs[:] = [value for value in model.graph.outputs if value.name == "causal and prefix"]
     RemoveUnusedNodesPass()(model)
     session = session_of(model)
@@ -203,19 +204,19 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
     bands = list(BANDS.values())
     assert many[: len(BANDS)] == [form_of(band, 128 if band.span == 69 else 64) for band in bands]
     assert many[len(BANDS)] == GROUP_QUERY
-    at = len(BANDS) + NO_BANDS.index("causal and prefix")
-    assert many[at] == GROUP_QUERY_FIRST != few[at]
+    index = len(BANDS) + NO_BANDS.index("causal and prefix")
+    assert many[index] == GROUP_QUERY_FIRST != few[index]
     assert not any("blocks" in form for form in many[len(BANDS) :])
 
 
-def test_what_is_measured_has_the_band() -> None:
-    """On another mask the blocks would differ from the products, and no block be timed."""
+def test_a_measured_site_has_the_band() -> None:
+    """With another mask the blocks would differ from the products, and no block would be timed."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
     sites = canonicalize(model).sites
     tuner = Tuner(sizes, seconds=1.0)
-    behind, *_ = for_onnxruntime.lower(model, sites, sizes, tuner=tuner).sites
-    assert {f"Attention, blocks of {width} × {width + 69}" for width in BLOCKS} <= set(behind.measured)
-    assert not any("differs" in why for why in behind.dropped.values())
+    first, *_ = for_onnxruntime.lower(model, sites, sizes, tuner=tuner).sites
+    assert {f"Attention, blocks of {width} × {width + 69}" for width in BLOCKS} <= set(first.measured)
+    assert not any("differs" in why for why in first.dropped.values())
 
 
 # --- TensorRT ---------------------------------------------------------------------------------------------------------
@@ -235,11 +236,12 @@ def test_tensorrt_gets_blocks_and_steps_where_there_are_many_tokens() -> None:
     assert few == [usual] * len(few)
     widths = [32 if band.chunk == 1 else max(32 // band.chunk, 1) * band.chunk for band in BANDS.values()]
     assert many[: len(BANDS)] == [f"{usual}, blocks of {width}" for width in widths]
-    assert many[len(BANDS) :] == [f"{usual}, 4 blocks" if STAIRS.get(name) == 0 else usual for name in NO_BANDS]
+    usual_or_blocks = [f"{usual}, 4 blocks" if CAUSAL_PREFIXES.get(name) == 0 else usual for name in NO_BANDS]
+    assert many[len(BANDS) :] == usual_or_blocks
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 3), (1, 5), (2, 64), (1, 65), (2, 159)])
-def test_what_tensorrt_gets_is_the_same_function(batch: int, tokens: int) -> None:
+def test_tensorrts_graph_is_the_same_function(batch: int, tokens: int) -> None:
     session = of_rtx()
     feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
     for name, result in zip((*BANDS, *NO_BANDS), session.run(None, feeds), strict=True):
@@ -253,12 +255,12 @@ def of_rtx() -> Any:
     return session_of(for_rtx(exported(), 2048)[0])
 
 
-def test_a_causal_chunk_is_computed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_causal_chunk_is_computed_in_causal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(for_tensorrt, "MANY_IN_CHUNK", 48)
     model, forms = for_rtx(exported(), 2048)
-    at = list(BANDS).index("causal chunks")
+    index = list(BANDS).index("causal chunks")
     steps = [form for form in forms if form.endswith("4 steps each")]
-    assert forms[at] == "MatMul·Softmax·MatMul, blocks of 48, 4 steps each" and steps == [forms[at]]
+    assert forms[index] == "MatMul·Softmax·MatMul, blocks of 48, 4 steps each" and steps == [forms[index]]
     session = session_of(model)
     for batch, tokens in ((1, 1), (2, 47), (1, 48), (2, 49), (1, 131)):
         feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
@@ -268,7 +270,7 @@ def test_a_causal_chunk_is_computed_in_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_band_of_a_causal_site_is_computed_once() -> None:
-    """Blocks hide by their own mask what the flag hides: counted from a block's first key, it would hide others."""
+    """Blocks apply the flag in their own mask: counted from a block's first key, the flag would hide other keys."""
     model, (batch, tokens) = exported().model.clone(), (1, 159)
     sites = canonicalize(model).sites
     (node,) = (node for node in model.graph if node.name == sites[list(BANDS).index("around")].node)
@@ -285,7 +287,7 @@ def test_a_band_of_a_causal_site_is_computed_once() -> None:
 
 
 class Attends(nn.Module):
-    """Causal attention, and attention to the last 256 keys, of `(1, 8, tokens, 64)`; each without `padding`, `(1,
+    """Causal attention, and attention to the last 256 keys, on `(1, 8, tokens, 64)`; each without `padding`, `(1,
     tokens)`, and with it."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
@@ -326,8 +328,9 @@ def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
 
 
 class Chunks(nn.Module):
-    """Attention within chunks of 256 tokens; the same to earlier keys alone; and to 128 keys behind and the first 16
-    keys, of the first 16 queries to all keys. Of `(1, 8, tokens, 64)`; the last with `padding`, `(1, tokens)`."""
+    """Attention within chunks of 256 tokens; the same to earlier keys only; and to the 128 keys up to the query and the
+    first 16 keys, with the first 16 queries seeing all keys. On `(1, 8, tokens, 64)`; the last with `padding`, `(1,
+    tokens)`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
         index = torch.arange(query.shape[2])

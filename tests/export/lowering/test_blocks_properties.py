@@ -28,24 +28,24 @@ def bands(draw: st.DrawFn) -> Band:
     chunk = draw(st.sampled_from([1, 1, 3, 4, 16]))
     most, least = (draw(st.integers(0, 12 if chunk == 1 else 2)) * chunk for _ in range(2))
     ends = st.one_of(st.none(), st.integers(0, 5))
-    behind, ahead = (draw(ends), draw(ends)) if chunk > 1 else (None, None)
+    before, after = (draw(ends), draw(ends)) if chunk > 1 else (None, None)
     return Band(
         -least,
         most,
         chunk=chunk,
-        inside=(None if ahead is None else -ahead, behind),
+        inside=(None if after is None else -after, before),
         first_keys=draw(st.sampled_from([0, 0, 1, 7])),
         first_queries=draw(st.sampled_from([0, 0, 1, 5])),
     )
 
 
-def stairs(first_keys: int) -> Band:
-    """Earlier keys, and some first ones that every query sees."""
+def causal_prefix(first_keys: int) -> Band:
+    """Earlier keys, and some first keys that every query sees."""
     return Band(0, sys.maxsize, first_keys=first_keys)
 
 
 def graph_of(mask: Array, tokens: int) -> tuple[ir.Model, list[Site]]:
-    """Attention of `(1, heads, tokens, size)` under a mask of all pairs, which is a constant."""
+    """Attention of `(1, heads, tokens, size)` under a constant mask of all pairs."""
     shape = f"float[1,{HEADS},{tokens},{SIZE}]"
     text = f"g ({shape} query, {shape} key, {shape} value) => ({shape} y) <bool[{tokens},{tokens}] mask>"
     model = ir.from_onnx_text(
@@ -81,7 +81,7 @@ def drawn(tokens: int) -> dict[str, Array]:
 @settings(max_examples=60)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), st.integers(1, 9), st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask = band.holds(tokens, tokens)
+    mask = band.visible(tokens, tokens)
     assert band.pairs(tokens) == mask.sum()
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
@@ -90,11 +90,11 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
     feeds = drawn(tokens)
     model, sites = graph_of(mask, tokens)
     ((site, attention),) = attentions(model, sites)
-    found = attention.band
-    if found is None:
+    proved = attention.band
+    if proved is None:
         return
-    assert not (mask & ~found.holds(tokens, tokens)).any()
-    assert not found.is_all or np.array_equal(mask, found.holds(tokens, tokens))
+    assert not (mask & ~proved.visible(tokens, tokens)).any()
+    assert not proved.is_all or np.array_equal(mask, proved.visible(tokens, tokens))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (nearly,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
@@ -103,9 +103,9 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
 
 
 @settings(max_examples=25)
-@given(st.one_of(bands(), st.builds(stairs, st.integers(0, 60))), st.sampled_from([29, 48]))
-def test_what_tensorrt_gets_equals_float64(band: Band, tokens: int) -> None:
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+@given(st.one_of(bands(), st.builds(causal_prefix, st.integers(0, 60))), st.sampled_from([29, 48]))
+def test_tensorrts_graph_equals_float64(band: Band, tokens: int) -> None:
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in (("BLOCKS", (4,)), ("MANY_SCORES", 1), ("MANY_TOKENS", 1), ("MANY_IN_CHUNK", 8)):
@@ -124,10 +124,10 @@ def test_what_tensorrt_gets_equals_float64(band: Band, tokens: int) -> None:
         Band(0, 4, first_queries=2),
     ],
 )
-def test_a_key_that_is_no_number_reaches_no_block_that_it_is_not_in(band: Band) -> None:
-    """Further than a mask hides it from, which it does not by itself: 0 · NaN is NaN."""
+def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
+    """Blocks hide it from more queries than a mask, which does not hide it at all: 0 · NaN is NaN."""
     tokens, width = 48, 8
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     ((site, attention),) = attentions(model, sites)
     assert attention.band == band
@@ -135,12 +135,12 @@ def test_a_key_that_is_no_number_reaches_no_block_that_it_is_not_in(band: Band) 
         patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (width,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
     write(model.graph, attention, candidate)
-    expected, at = truth(feeds, mask), 21
-    feeds["key"][..., at, :] = feeds["value"][..., at, :] = np.nan
+    expected, key = truth(feeds, mask), 21
+    feeds["key"][..., key, :] = feeds["value"][..., key, :] = np.nan
     result = computed(model, feeds)
     begin = np.arange(0, tokens, width)
-    block = (begin - band.most <= at) & (at < begin + width - band.least)
+    block = (begin - band.most <= key) & (key < begin + width - band.least)
     reached = np.repeat(block, width) | (np.arange(tokens) < band.first_queries)
     assert reached.sum() < tokens
     np.testing.assert_allclose(result[:, :, ~reached], expected[:, :, ~reached], rtol=1e-5, atol=1e-6)
-    assert np.isnan(result[:, :, mask[:, at]]).all()
+    assert np.isnan(result[:, :, mask[:, key]]).all()

@@ -29,11 +29,11 @@ from tests.support.idioms.catalogue import EXAMPLE, Part, inputs, parts
 from tests.support.idioms.together import Exported, Outputs, export, feeds
 
 A_PLAN = 14
-"""Idioms a plan: one plan of all of them takes longer than several."""
+"""Idioms per plan: one plan of all of them takes longer than several."""
 
 
 def every(*, fuses: bool = False) -> list[Any]:
-    """Every part and idiom; where it has to be fused, those that are not yet are expected to fail."""
+    """Every part and idiom; if they must be fused, those that are not yet are expected to fail."""
     params = []
     for part in parts():
         for name in part.names:
@@ -45,21 +45,21 @@ def every(*, fuses: bool = False) -> list[Any]:
     return params
 
 
-@functools.lru_cache(maxsize=1)  # a worker has one part after another
+@functools.lru_cache(maxsize=1)  # a worker runs one part after another
 def half(part: Part) -> Exported:
     return export({name: IDIOMS[name] for name in part.names}, part.form, "fp16")
 
 
 @dataclass
 class Built:
-    """The TensorRT form of all idioms, and the plan of each, or the builder's words."""
+    """The TensorRT form of all idioms, and the plan of each, or the builder's message."""
 
     lowered: dict[str, Lowered]
     model: ir.Model
     plans: dict[str, Plan | str]
 
 
-@functools.lru_cache(maxsize=1)  # a worker has one part after another
+@functools.lru_cache(maxsize=1)  # a worker runs one part after another
 def built(part: Part) -> Built:
     together = half(part)
     model, lowered = together.for_tensorrt()
@@ -90,13 +90,13 @@ def built(part: Part) -> Built:
         else:
             plans |= dict.fromkeys(names, plan)
             again = [name for name in names if not fused(name, plan)]
-        # The builder also merges layers of idioms that share an input; what counts is what it does with one alone.
+        # The builder also merges layers of idioms that share an input; only its result for an idiom alone counts.
         pending += [[name] for name in again] if len(names) > 1 else []
     return Built(lowered, model, plans)
 
 
 def only(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
-    """A copy of `model` with these outputs and what they need."""
+    """A copy of `model` with only these outputs and what they need."""
     part = model.clone()
     kept = [value for value in part.graph.outputs if value.name in outputs]
     part.graph.outputs.clear()
@@ -125,7 +125,7 @@ def test_fused_by_tensorrt_rtx(part: Part, name: str) -> None:
 
 
 class GatherElements(OpRun):
-    """The operator at any axis: onnx's own reference takes a negative one for another."""
+    """The operator with negative axes, which onnx's own reference implementation gets wrong."""
 
     op_domain = ""
 
@@ -133,9 +133,9 @@ class GatherElements(OpRun):
         return (np.take_along_axis(data, indices, axis),)
 
 
-@functools.lru_cache(maxsize=1)  # a worker has one part after another
+@functools.lru_cache(maxsize=1)  # a worker runs one part after another
 def outputs(part: Part) -> dict[str, Outputs]:
-    """ONNX Runtime, which computes in fp32; TensorRT's graph in NumPy, which rounds every result to fp16 as it says."""
+    """Outputs of ONNX Runtime, which computes in fp32, and of TensorRT's graph in NumPy, with every result in fp16."""
     together = half(part)
     drawn = inputs(EXAMPLE[part.form], seed=2)
     args = {name: arg.half() if arg.is_floating_point() else arg for name, arg in drawn.items()}
@@ -160,6 +160,6 @@ def test_within_the_budget(part: Part, name: str, target: str) -> None:
 def within_budget(name: str, got: Sequence[Array], eager: Sequence[Array], truth: Sequence[Array]) -> None:
     case = Case(name=name, sizes={}, kind="normal", seed=0)
     for arrays in zip(got, eager, truth, strict=True):
-        one, other, exact = (array.astype(np.float64) for array in arrays)
-        verdict = judge(case, "output", one, other, exact, precision_named("fp16"))
+        output, baseline, exact = (array.astype(np.float64) for array in arrays)
+        verdict = judge(case, "output", output, baseline, exact, precision_named("fp16"))
         assert verdict.passed, verdict

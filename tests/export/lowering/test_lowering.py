@@ -1,7 +1,7 @@
-"""The canonical node, written for each target: the same function, and fused where it can be.
+"""The canonical node, lowered for each target: the same function, and fused if possible.
 
-The TensorRT form is proven twice: the real builder says whether it fuses, and ONNX Runtime, which can run it because it
-is plain ONNX, whether its arithmetic is right.
+The TensorRT form is tested twice: the real builder shows whether it fuses, and ONNX Runtime, which can run it because
+it is plain ONNX, whether its arithmetic is right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def for_trt(attends: Attends) -> tuple[ir.Model, Lowered]:
 
 
 def arithmetic(attends: Attends, sizes: dict[str, int], seed: int = 0) -> None:
-    """Run what TensorRT is given in fp32: whatever the 16-bit form does to sizes and orders, it must do it exactly."""
+    """Run TensorRT's graph in fp32: whatever the 16-bit form does to sizes and orders, it must do exactly."""
     model, _ = for_trt(attends)
     if attends.precision != "fp32":
         widen(model)
@@ -141,14 +141,14 @@ UNFUSED: dict[str, tuple[Attends, str]] = {
     "fp32, causal and static": (Attends(batch=1, n_q=9, n_k=9, is_causal=True), "no fused attention kernel"),
     "fp32, mask": (Attends(mask=("batch", 1, "n", "m")), "no fused attention kernel"),
     "fp32, grouped": (Attends(key_heads=2), "no fused attention kernel"),
-    "heads of 257": (Attends(heads=2, d_k=257, d_v=257, precision="fp16"), "heads of 257 are larger"),
-    "values of 320": (Attends(heads=2, d_v=320, precision="fp16"), "heads of 320 are larger"),
+    "heads of 257": (Attends(heads=2, d_k=257, d_v=257, precision="fp16"), "heads of 257 exceed"),
+    "values of 320": (Attends(heads=2, d_v=320, precision="fp16"), "heads of 320 exceed"),
     "soft cap": (Attends(softcap=5.0, precision="fp16"), "a soft cap on the scores"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", UNFUSED)
-def test_what_tensorrt_does_not_fuse_builds_computes_and_says_why(form: str, tmp_path: Path) -> None:
+def test_what_tensorrt_does_not_fuse_builds_computes_and_has_a_reason(form: str, tmp_path: Path) -> None:
     attends, reason = UNFUSED[form]
     built, lowered = plan(attends, tmp_path)
     assert lowered.unfused is not None and reason in lowered.unfused
@@ -158,8 +158,8 @@ def test_what_tensorrt_does_not_fuse_builds_computes_and_says_why(form: str, tmp
 
 
 @pytest.mark.parametrize("silent_rows", ["zero", "nan"])
-def test_masks_mean_the_same_where_attention_alone_is_in_fp16(silent_rows: str) -> None:
-    """A number beyond fp16 stays finite: in fp32 it swallows every score, so a query without keys gets the mean."""
+def test_masks_have_the_same_meaning_with_attention_alone_in_fp16(silent_rows: str) -> None:
+    """A number beyond fp16 stays finite: in fp32 it absorbs every score, so a fully masked row gets the mean."""
     attends = Attends(mask=("batch", 1, "n", "m"), bias=True, silent_rows=silent_rows)
     feeds = attends.feeds(OPT)
     for row, number in enumerate((-1e9, -np.inf, np.finfo(np.float32).min)):
@@ -192,14 +192,14 @@ class RelativePositions(nn.Module):
         return output
 
 
-def test_a_bias_that_is_computed_of_constants_is_a_weight_for_tensorrt(tmp_path: Path) -> None:
-    """TensorRT-RTX 1.7 fuses no attention whose bias it is to compute, even of constants."""
+def test_a_bias_computed_from_constants_is_a_weight_for_tensorrt(tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7 fuses no attention whose bias it has to compute, even from constants."""
     torch.manual_seed(0)
     module, x = RelativePositions().eval(), torch.randn(2, 49, 128)
     captured = capture(module, (x,), ({0: torch.export.Dim("batch", min=1, max=4)},), precision_named("fp16"))
     sites = canonicalize(captured.model).sites
     (node,) = (node for node in captured.model.graph if node.op_type == "Attention")
-    assert node.inputs[3] is not None and node.inputs[3].producer() is not None, "torch's exporter folds it by now"
+    assert node.inputs[3] is not None and node.inputs[3].producer() is not None, "torch's exporter folds it now"
     (lowered,) = for_tensorrt.lower(captured.model, sites).sites
     file = tmp_path / "model.onnx"
     ir.save(captured.model, file)
@@ -247,7 +247,7 @@ def test_heads_one_after_another_compute_the_same(form: str, monkeypatch: pytest
 
 
 def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor holds the queries, keys or values of all heads, and the weights are the same numbers."""
+    """No tensor has the queries, keys or values of all heads, and the weights are the same numbers."""
     module, args, shapes = build_model("multi-head-self-attention")
     captured = capture(module, args, shapes, precision_named("fp32"))
     sites = canonicalize(captured.model).sites
@@ -262,7 +262,7 @@ def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatc
         products = [node for node in model.graph if node.op_type == "MatMul"]
         assert len(products) == (3 * module.num_heads if apart else 3)
         whole = [value for node in model.graph for value in node.outputs if value.shape and value.shape[-1] in widths]
-        assert len(whole) == (1 if apart else 4)  # the output, which is made of the heads
+        assert len(whole) == (1 if apart else 4)  # the output, which is concatenated from the heads
         x = np.random.default_rng(0).standard_normal((3, 5, module.input_dim), np.float32)
         agree(run(model, {"x": x}), module.double()(torch.from_numpy(x).double()).detach().numpy(), 1e-6)
         module.float()
@@ -270,7 +270,7 @@ def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatc
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_group_norms_of_a_signal_that_hardly_varies_have_no_nan(offset: float) -> None:
-    """ONNX Runtime's own have: wav2vec2 heard a constant signal as NaN."""
+    """ONNX Runtime's own implementation has NaN: wav2vec2 turned a constant signal into NaN."""
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.GroupNorm(2, 4), nn.GroupNorm(4, 4)).eval(), torch.randn(2, 4, 3000) * 1e-3 + offset
     shapes = ({0: torch.export.Dim("batch", min=1, max=4)},)

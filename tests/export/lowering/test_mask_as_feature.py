@@ -1,4 +1,5 @@
-"""A mask that is the same for every query as one more feature of the keys: the same function, and no other masks."""
+"""A mask that is the same for every query as one more feature of the keys: the same function, and for no other
+masks."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from tests.support.idioms.together import session_of
 
 NAMES = ("query", "key", "value", "padding", "bias")
 SIZE = 8
-"""Of a head."""
+"""Head size."""
 
 LEAST = torch.finfo(torch.float32).min
 
 
 class Padded(nn.Module):
-    """Sites side by side, each with a mask of its own."""
+    """Several sites, each with its own mask."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def truth(name: str, *args: Tensor) -> Array:
     return answer
 
 
-def test_masks_by_key_are_known_and_no_other_is_one() -> None:
+def test_masks_by_key_are_recognised_and_no_others() -> None:
     model = exported().model.clone()
     sites = [attention for _, attention in attentions(model, canonicalize(model).sites)]
     assert [attention.residue for attention in sites] == ["by key"] * len(BY_KEY) + ["other"] * len(OTHERS)
@@ -97,12 +98,12 @@ def test_masks_by_key_are_known_and_no_other_is_one() -> None:
 
 @functools.cache
 def as_features() -> tuple[ir.Model, Any]:
-    """The sites by key in that form, and a session of them."""
+    """The sites by key in that form, and a session that runs them."""
     model = exported().model.clone()
     for site, attention in list(attentions(model, canonicalize(model).sites)):
         if attention.residue == "by key":
             (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == MASK_AS_FEATURE)
-            assert not candidate.holds_scores
+            assert not candidate.materialises_scores
             write(model.graph, attention, candidate)
     outputs = {str(value.name): value for value in model.graph.outputs}
     model.graph.outputs[:] = [outputs[name] for name in BY_KEY]
@@ -120,14 +121,14 @@ def test_the_same_function(batch: int, queries: int, keys: int) -> None:
         np.testing.assert_allclose(result, expected, rtol=0, atol=2e-6 * np.abs(expected).max(), err_msg=name)
 
 
-def test_hidden_keys_stay_hidden_beside_very_large_scores() -> None:
-    """Scores of up to 1e37, of either sign, where the softmax takes the largest of those that are seen."""
+def test_hidden_keys_stay_hidden_next_to_very_large_scores() -> None:
+    """Scores of up to 1e37, of either sign, where the softmax takes the largest visible ones."""
     query, key, value, padding, bias = inputs(2, 13, 7)
     padding = torch.arange(7) > torch.tensor([[1], [4]])
     args = query * 1e18, key * 1e18, value, padding, bias
     results = as_features()[1].run(None, dict(zip(NAMES, map(Tensor.numpy, args), strict=True)))
     for name, result in zip(BY_KEY, results, strict=True):
-        if name != "least number":  # which is no lower than such scores, so eager sees those keys
+        if name != "least number":  # it is no lower than such scores, so eager sees those keys
             np.testing.assert_allclose(result, truth(name, *args), rtol=0, atol=1e-6, err_msg=name)
 
 
@@ -136,7 +137,7 @@ def test_no_mask_of_all_pairs_is_left() -> None:
     assert values and not any([str(dim) for dim in value.shape or ()][-2:] == ["queries", "keys"] for value in values)
 
 
-def test_rules_take_it_where_there_are_many_scores_and_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_choose_it_with_many_scores_and_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "ROUNDS", 1)
 
     def forms(queries: int, tuner: Tuner | None = None) -> list[str]:
@@ -158,7 +159,7 @@ def test_rules_take_it_where_there_are_many_scores_and_it_is_measured(monkeypatc
 
 
 class CausalPadded(Padded):
-    """Causal sites of as many queries as keys."""
+    """Causal sites with as many queries as keys."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor, bias: Tensor) -> dict[str, Tensor]:
         """Attention of `(batch, heads, tokens, features)`, 4 heads on 2."""
@@ -193,7 +194,7 @@ def exported_causal() -> Captured:
     return captured
 
 
-def test_a_padding_beside_causality_is_known_and_nothing_else() -> None:
+def test_padding_with_causality_is_recognised_and_nothing_else() -> None:
     model, sizes = exported_causal().model.clone(), {"batch": 1, "tokens": 1024}
     lowered = for_onnxruntime.lower(model, canonicalize(model).sites, sizes).sites
     assert [site.form == CAUSAL_AS_FEATURE for site in lowered] == [True] * len(CAUSAL) + [False] * len(NOT_CAUSAL)

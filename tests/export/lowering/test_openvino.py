@@ -1,5 +1,5 @@
-"""Attention in blocks on OpenVINO: the same function at any number of tokens, where a mask is proved to hide enough.
-What is not proved keeps its canonical node."""
+"""Attention in blocks on OpenVINO: the same function at any number of tokens, if a mask is proved to hide enough. Other
+sites keep their canonical node."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from attnforge.export.lowering.openvino import CANONICAL_FORM, ENGINE, STEPS, ca
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.runtime.backends.openvino_graph import prepared
 from attnforge.runtime.backends.registry import why_not_here
-from tests.export.lowering.test_blocks import BANDS, NAMES, NO_BANDS, STAIRS, exported, inputs, truth
-from tests.export.lowering.test_blocks_properties import bands, drawn, graph_of, stairs
+from tests.export.lowering.test_blocks import BANDS, CAUSAL_PREFIXES, NAMES, NO_BANDS, exported, inputs, truth
+from tests.export.lowering.test_blocks_properties import bands, causal_prefix, drawn, graph_of
 from tests.export.lowering.test_blocks_properties import truth as truth_of_mask
 
 pytestmark = [
@@ -37,8 +37,8 @@ pytestmark = [
 
 
 def compiled(model: ir.Model) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-    """A run of a graph as the backend runs it, for all sizes; outputs by name. The first is to be of several tokens
-    (:meth:`attnforge.runtime.backends.openvino.OpenVino._run_once`)."""
+    """Compile a graph as the backend does, for all sizes; a run returns outputs by name. The first run must have
+    several tokens (:meth:`attnforge.runtime.backends.openvino.OpenVino._run_once`)."""
     import openvino
 
     core = openvino.Core()
@@ -60,7 +60,7 @@ def form_of(band: Band, nearly: int) -> str:
 
 @functools.cache
 def in_form(nearly: int) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-    """Bands in blocks of nearly so many queries, and causal attention in steps; nothing else."""
+    """Bands in blocks of about this many queries, and causal attention in causal blocks; nothing else."""
     model, steps = exported().model.clone(), f"MatMul·Softmax·MatMul, {STEPS[nearly > 64]} blocks"
     for site, a in list(attentions(model, canonicalize(model).sites)):
         candidates = candidates_for(site.name, a)
@@ -69,14 +69,14 @@ def in_form(nearly: int) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
             (candidate,) = (each for each in candidates if each.form == form)
             write(model.graph, a, candidate)
     outputs = {str(value.name): value for value in model.graph.outputs}
-    model.graph.outputs[:] = [outputs[name] for name in (*BANDS, *STAIRS)]
+    model.graph.outputs[:] = [outputs[name] for name in (*BANDS, *CAUSAL_PREFIXES)]
     RemoveUnusedNodesPass()(model)
     return compiled(model)
 
 
 @pytest.mark.parametrize("width", for_openvino.BLOCKS)
 def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
-    """Four heads of queries on two of keys; windows wider than the text, queries without keys, one token."""
+    """Four query heads on two key heads; windows wider than the text, fully masked rows, one token."""
     run = in_form(width)
     for batch, tokens in ((2, 13), (1, 1), (1, width - 1), (3, width), (1, width + 1), (2, 2 * width + 31)):
         results = run(dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True)))
@@ -86,11 +86,11 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
             assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected), (name, batch, tokens)
 
 
-def test_what_is_not_proved_keeps_its_node() -> None:
+def test_a_site_without_proof_keeps_its_node() -> None:
     model = exported().model.clone()
     sites = list(attentions(model, canonicalize(model).sites))
     have = [len(candidates_for(site.name, a)) > 1 for site, a in sites]
-    assert have == [name in (*BANDS, *STAIRS) for name in (*BANDS, *NO_BANDS)]
+    assert have == [name in (*BANDS, *CAUSAL_PREFIXES) for name in (*BANDS, *NO_BANDS)]
 
 
 def lowered(tokens: int, tuner: Tuner | None = None) -> list[str]:
@@ -104,23 +104,24 @@ def lowered(tokens: int, tuner: Tuner | None = None) -> list[str]:
 
 
 def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
-    assert lowered(256) == [CANONICAL_FORM] * len((*BANDS, *STAIRS))
+    assert lowered(256) == [CANONICAL_FORM] * len((*BANDS, *CAUSAL_PREFIXES))
     blocks = [form_of(band, 128 if band.span == 69 else 64) for band in BANDS.values()]
-    assert lowered(1024) == blocks + [f"MatMul·Softmax·MatMul, {STEPS[0]} blocks"] * len(STAIRS)
+    assert lowered(1024) == blocks + [f"MatMul·Softmax·MatMul, {STEPS[0]} blocks"] * len(CAUSAL_PREFIXES)
 
 
 def test_forms_are_measured_on_openvino() -> None:
-    """On what the mask is proved to leave; a padding beside it is computed in no form."""
+    """Forms are measured on the keys that the mask is proved to leave visible; additional padding is not part of any
+    measured form."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
     sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 2.0, engine=ENGINE)).sites
-    forms = {CANONICAL_FORM, *(form_of(BANDS["behind"], width) for width in for_openvino.BLOCKS)}
+    forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
     assert set(sites[0].measured) == forms
     causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS)}
     spent = Tuner(sizes, 6.0, engine=ENGINE)
     model = exported().model.clone()
-    found = list(attentions(model, canonicalize(model).sites))
-    for name in STAIRS:
-        site, a = found[[*BANDS, *NO_BANDS].index(name)]
+    nodes = list(attentions(model, canonicalize(model).sites))
+    for name in CAUSAL_PREFIXES:
+        site, a = nodes[[*BANDS, *NO_BANDS].index(name)]
         ruled = for_openvino._by_rules(a, candidates_for(site.name, a), sizes)
         choice = spent.choose(replace(a, residue="none"), candidates_for(site.name, a), ruled)
         assert set(choice.measured) == causal and not choice.dropped
@@ -130,7 +131,8 @@ def test_forms_are_measured_on_openvino() -> None:
 
 
 def in_blocks(mask: Array, tokens: int, nearly: int) -> tuple[Site, Any, ir.Model] | None:
-    """A site under a mask in blocks of nearly so many queries, or in steps; None where nothing is proved of it."""
+    """A site under a mask in blocks of about this many queries, or in causal blocks; None if nothing is proved about
+    it."""
     model, sites = graph_of(mask, tokens)
     ((site, a),) = attentions(model, sites)
     with pytest.MonkeyPatch.context() as patched:
@@ -147,9 +149,9 @@ def in_blocks(mask: Array, tokens: int, nearly: int) -> tuple[Site, Any, ir.Mode
 @settings(max_examples=30)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), st.integers(1, 9), st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     if data.draw(st.booleans(), label="causal"):
-        mask = stairs(data.draw(st.sampled_from([0, 1, 7, 30]))).holds(tokens, tokens)
+        mask = causal_prefix(data.draw(st.sampled_from([0, 1, 7, 30]))).visible(tokens, tokens)
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
         if q != k:
@@ -163,27 +165,27 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
     "band",
     [Band(0, 4), Band(-4, 4, chunk=4), Band(0, 0, chunk=8), Band(0, 4, first_keys=3), Band(0, 4, first_queries=2)],
 )
-def test_a_key_that_is_no_number_reaches_no_block_that_it_is_not_in(band: Band) -> None:
-    tokens, width, at = 48, 8, 21
-    mask, feeds = band.holds(tokens, tokens), drawn(tokens)
+def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
+    tokens, width, key = 48, 8, 21
+    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
     written = in_blocks(mask, tokens, width)
     assert written is not None
     expected = truth_of_mask(feeds, mask)
-    feeds["key"][..., at, :] = feeds["value"][..., at, :] = np.nan
+    feeds["key"][..., key, :] = feeds["value"][..., key, :] = np.nan
     result = compiled(written[2])(feeds)["y"]
     begin = np.arange(0, tokens, width)
-    reached = np.repeat((begin - band.most <= at) & (at < begin + width - band.least), width)
+    reached = np.repeat((begin - band.most <= key) & (key < begin + width - band.least), width)
     reached |= np.arange(tokens) < band.first_queries
     assert reached.sum() < tokens
     np.testing.assert_allclose(result[:, :, ~reached], expected[:, :, ~reached], rtol=1e-5, atol=1e-6)
 
 
-def test_no_step_reads_later_keys() -> None:
-    tokens, steps, at = 48, 4, 40
+def test_no_block_reads_later_keys() -> None:
+    tokens, steps, key = 48, 4, 40
     mask, feeds = np.tri(tokens, dtype=bool), drawn(tokens)
     written = in_blocks(mask, tokens, steps)
     assert written is not None
     expected = truth_of_mask(feeds, mask)
-    feeds["key"][..., at, :] = feeds["value"][..., at, :] = np.nan
+    feeds["key"][..., key, :] = feeds["value"][..., key, :] = np.nan
     result, before = compiled(written[2])(feeds)["y"], tokens * (steps - 1) // steps
     np.testing.assert_allclose(result[:, :, :before], expected[:, :, :before], rtol=1e-5, atol=1e-6)

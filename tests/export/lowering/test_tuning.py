@@ -1,4 +1,4 @@
-"""The forms that ONNX Runtime can be given: each computes the same, and what was measured is what is told."""
+"""The forms that ONNX Runtime can run: each computes the same function, and the measurements are recorded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.attends import CPU, OPT, SIZES, Attends, agree, run
 from tests.support.idioms import IDIOMS
 
 QUICK = 0.01
-"""Seconds for measuring where only that it is done matters."""
+"""Seconds for measuring where it only matters that it is done."""
 
 PRODUCTS, CAPPED = "MatMul·Softmax·MatMul", "MatMul·Tanh·Softmax·MatMul"
 
@@ -41,10 +41,10 @@ def forms(attends: Attends) -> list[str]:
 
 
 def as_form(attends: Attends, form: str) -> ir.Model:
-    """The graph with its one site lowered to `form`."""
+    """The graph with its only site lowered to `form`."""
     model, sites = attends.model()
     ((site, attention),) = attentions(model, sites)
-    (candidate,) = (one for one in candidates_for(site.name, attention) if one.form == form)
+    (candidate,) = (each for each in candidates_for(site.name, attention) if each.form == form)
     write(model.graph, attention, candidate)
     model.graph.remove(attention.node, safe=True)
     assert candidate.node in {node.name for node in model.graph}
@@ -66,7 +66,7 @@ def as_form(attends: Attends, form: str) -> ir.Model:
         (Attends(mask=(1, 1, 1, "m"), is_causal=True), {PRODUCTS}),
     ],
 )  # fmt: skip
-def test_what_can_express_a_site(attends: Attends, expected: set[str]) -> None:
+def test_forms_that_can_express_a_site(attends: Attends, expected: set[str]) -> None:
     assert set(forms(attends)) == expected
     assert forms(attends)[0].startswith("MatMul")
 
@@ -129,14 +129,14 @@ def test_every_candidate_computes_the_same_at_any_sizes(
 
 @pytest.mark.parametrize("shape", [("batch", 1, "n", "m"), ("batch", 4, "n", "m"), (1, 1, 3, 5)])
 def test_a_query_with_the_least_number_for_every_key_attends_to_all(shape: tuple[int | str, ...]) -> None:
-    """As padding is often written, beside a bias of positions: ONNX Runtime's Attention takes it for no keys."""
+    """Padding is often written so, with a bias of positions: ONNX Runtime's Attention treats it as no keys."""
     attends = Attends(mask=shape, bias=True, n_q=shape[2], n_k=shape[3])
     feeds = attends.feeds({"batch": 2, "n": 3, "m": 5})
     least = np.finfo(np.float32).min
     rows = feeds["mask"].reshape(-1, 5)
     rows[0], rows[1], rows[2] = least, -np.inf, 0.5
     rows[1, 2:] = least
-    wide = np.where(feeds["mask"] == least, np.finfo(np.float64).min, feeds["mask"])  # to which sums round, too
+    wide = np.where(feeds["mask"] == least, np.finfo(np.float64).min, feeds["mask"])  # sums round to it, too
     expected = attends.expected({**feeds, "mask": wide})
     assert np.allclose(expected[0, 0, 0], feeds["value"][0, 0].mean(0), rtol=1e-6, atol=1e-6)
     assert "Attention" in forms(attends)
@@ -144,8 +144,8 @@ def test_a_query_with_the_least_number_for_every_key_attends_to_all(shape: tuple
         agree(run(as_form(attends, candidate), feeds), expected)
 
 
-def test_a_number_in_the_place_of_scores_is_left_to_the_products() -> None:
-    """Added to the scores it would be another function."""
+def test_a_number_that_replaces_scores_is_left_to_the_products() -> None:
+    """Adding it to the scores would be another function."""
     idiom = IDIOMS["bias_under_a_finite_fill"]
     captured = capture(idiom.module(), idiom.args, idiom.dynamic_shapes, precision_named("fp32"))
     ((site, attention),) = attentions(captured.model, canonicalize(captured.model).sites)
@@ -168,13 +168,13 @@ def test_every_candidate_that_agrees_is_measured(form: str) -> None:
         agree(run(model, feeds), SITES[form].expected(feeds))
 
 
-def test_sites_alike_share_a_measurement(tmp_path: Path) -> None:
+def test_equal_sites_share_a_measurement(tmp_path: Path) -> None:
     module = nn.Sequential(*(broken.Attention(32) for _ in range(3))).eval()
     shapes = ({0: Dim("batch", min=1, max=4)},)
     bundle = attnforge.deploy(module, (torch.randn(2, 6, 32),), tmp_path / "tuned", shapes, targets=["onnxruntime"])
-    first, *others = (record.targets["onnxruntime"] for record in bundle.manifest.attention.details)
-    assert len(others) == 2 and first.measured
-    assert all(other.measured == first.measured for other in others)
+    first, *rest = (record.targets["onnxruntime"] for record in bundle.manifest.attention.details)
+    assert len(rest) == 2 and first.measured
+    assert all(record.measured == first.measured for record in rest)
     tuning = bundle.manifest.targets["onnxruntime"].tuning
     assert tuning is not None and tuning.sizes == {"batch": 2} and tuning.seconds > 0
     assert attnforge.verify(bundle).passed
@@ -202,7 +202,7 @@ def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
     [(4096, "cpu", "com.microsoft::GroupQueryAttention"), (64, "cpu", "MatMul·Softmax·MatMul"),
      (4096, "cuda", "MatMul·Softmax·MatMul")],
 )  # fmt: skip
-def test_many_causal_tokens_take_the_form_that_holds_no_scores(tokens: int, device: str, form: str) -> None:
+def test_many_causal_tokens_take_the_form_that_materialises_no_scores(tokens: int, device: str, form: str) -> None:
     model, sites = Attends(n_k="n", is_causal=True).model()
     (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 1, "n": tokens}, device).sites
     assert lowered.form == form
@@ -227,14 +227,14 @@ def test_a_form_that_disagrees_is_dropped() -> None:
     ("output", "expected", "agrees"),
     [
         ([300.0, 3.0], [300.0, 3.0], True),
-        ([300.0, 3.0], [300.0, 300.0], False),  # whose squares are beyond fp16
+        ([300.0, 3.0], [300.0, 300.0], False),  # the squares are beyond fp16
         ([np.inf, 3.0], [np.inf, 3.0], True),
         ([np.inf, 30.0], [np.inf, 3.0], False),
         ([np.inf, 3.0], [np.nan, 3.0], False),
         ([np.nan, 3.0], [1.0, 3.0], False),
     ],
 )
-def test_what_is_not_finite_hides_no_difference(output: list[float], expected: list[float], agrees: bool) -> None:
+def test_non_finite_numbers_hide_no_difference(output: list[float], expected: list[float], agrees: bool) -> None:
     model, sites = CPU["mask"].model()
     ((site, attention),) = attentions(model, sites)
     products, fused, *_ = candidates_for(site.name, attention)

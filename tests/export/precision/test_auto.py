@@ -1,4 +1,4 @@
-"""precision="auto": 16 bits but where the budget demands fp32, attention fused all the same."""
+"""precision="auto": 16 bits except where the budget demands fp32, with attention still fused."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def of(bundle: Bundle) -> Mixed:
     return bundle.manifest.mixed
 
 
-def holds(bundle: Bundle) -> None:
-    """The bundle is within its budget deployed, and as TensorRT would store it; and its parts tell of its types."""
+def check(bundle: Bundle) -> None:
+    """Check that the bundle is within its budget, deployed and as TensorRT would store it, and that its files match its
+    record of types."""
     assert attnforge.verify(bundle).passed
     session = Session(bundle, Emulated(bundle))
     report = hold(bundle, session.backend, session.run)
@@ -67,7 +68,8 @@ def holds(bundle: Bundle) -> None:
 
 
 IN_BF16 = ("residual stream", "LayerNorm")
-"""What bf16 holds without fp32, so that `auto` takes it; elsewhere it takes fp16, as `auto-fp16` does."""
+"""Models that bf16 can represent without fp32, so that `auto` takes it; otherwise it takes fp16, as `auto-fp16`
+does."""
 
 
 @pytest.mark.parametrize(
@@ -81,14 +83,14 @@ IN_BF16 = ("residual stream", "LayerNorm")
 )
 def test_what_breaks_is_saved(name: str, precision: str, broken: DeployBroken) -> None:
     bundle = broken(name, precision)
-    holds(bundle)
+    check(bundle)
     assert of(bundle).low == ("bf16" if precision == "auto" and name in IN_BF16 else "fp16")
     assert of(bundle).low_flops >= 0.8
     attention = bundle.manifest.attention
     assert attention.sites > 0
     if name == "unscaled, head of 512":
         assert (
-            attention.fused["tensorrt_rtx"] == 0 and "larger than the fused kernels take" in attention.unfused[0].reason
+            attention.fused["tensorrt_rtx"] == 0 and "exceed what fused kernels support" in attention.unfused[0].reason
         )
     else:
         assert attention.fused["tensorrt_rtx"] == attention.sites
@@ -100,12 +102,12 @@ def test_what_stays_in_fp32_and_why(broken: DeployBroken) -> None:
     assert "steps.2" in modules and "steps.0" not in modules and "steps.0.mlp.0" not in modules
     stream = next(region for region in mixed.regions if region.module == "steps.2")
     assert "beyond the range of fp16" in stream.why
-    assert mixed.steps[0].startswith("all in 16 bits: 0 of") and "numbers are lost" in mixed.steps[0]
+    assert mixed.steps[0].startswith("all in 16 bits: 0 of") and "NaN or infinity" in mixed.steps[0]
 
 
 def test_a_healthy_model_stays_in_16_bits(broken: DeployBroken) -> None:
     bundle = broken("healthy", "auto")
-    holds(bundle)
+    check(bundle)
     mixed = of(bundle)
     assert (mixed.low, mixed.regions, mixed.low_flops, mixed.trials) == ("fp16", [], 1.0, 1)
 
@@ -113,12 +115,12 @@ def test_a_healthy_model_stays_in_16_bits(broken: DeployBroken) -> None:
 def test_a_vit_stays_in_16_bits(tmp_path: Path) -> None:
     module, args, shapes = build_model("vit", num_layers=1)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "auto", TARGETS, tune=False)
-    holds(bundle)
+    check(bundle)
     assert of(bundle).regions == [] and bundle.manifest.attention.fused["tensorrt_rtx"] == 1
 
 
-def test_what_was_raised_for_nothing_is_lowered_again(tmp_path: Path) -> None:
-    """An offset that is taken away again needs two operators in fp32, and no others of a deep model."""
+def test_operators_raised_for_nothing_are_lowered_again(tmp_path: Path) -> None:
+    """An offset that is subtracted again needs two operators in fp32, and no others of a deep model."""
     make = lambda: Stack(Block(), Shifted(100.0), Block())  # noqa: E731
     mixed = of(chosen(make, tmp_path / "b", "auto-fp16"))
     assert {region.module for region in mixed.regions} == {"steps.1"} and mixed.low_flops == 1.0
@@ -135,30 +137,30 @@ def test_a_smaller_error_takes_more_of_fp32(tmp_path: Path) -> None:
     loose = of(chosen(one_block, tmp_path / "loose", max_error=2e-3))
     bundle = chosen(one_block, tmp_path / "tight", max_error=3e-4)
     tight = of(bundle)
-    holds(bundle)
+    check(bundle)
     assert loose.regions == [] and tight.regions and tight.error <= 3e-4 < loose.error
     assert tight.low_flops <= loose.low_flops and len(tight.regions) > 2
     assert (tight.max_error, tight.exactly, loose.exactly) == (3e-4, True, True)
 
 
 def test_an_error_that_fp32_misses_too_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="even all in fp32 misses the budget"):
+    with pytest.raises(BuildError, match="even fp32 throughout misses the budget"):
         chosen(one_block, tmp_path / "b", max_error=1e-9)
     assert not (tmp_path / "b").exists()
 
 
 def test_bf16(broken: DeployBroken) -> None:
     bundle = broken("healthy", "auto-bf16")
-    holds(bundle)
+    check(bundle)
     assert of(bundle).low == bundle.manifest.precision == "bf16" and of(bundle).regions == []
 
 
-def test_what_cannot_be_meant(tmp_path: Path) -> None:
+def test_invalid_options(tmp_path: Path) -> None:
     module, args, _ = made(healthy)
     for options, error, message in (
         ({"precision": "automatic"}, UnknownNameError, "unknown precision 'automatic'"),
-        ({"precision": "fp16", "max_error": 1e-2}, UsageError, "is for precision auto or int8, .*, not fp16"),
-        ({"precision": "auto", "max_error": 2.0}, UsageError, "give a relative one, between 0 and 1"),
+        ({"precision": "fp16", "max_error": 1e-2}, UsageError, "precision fp16; it is for precision auto or int8"),
+        ({"precision": "auto", "max_error": 2.0}, UsageError, "give a relative error between 0 and 1"),
         ({"precision": "auto", "attention_precision": "fp16"}, UsageError, "leave one out"),
         ({"metric": "accuracy"}, UsageError, "measured on real inputs"),
         ({"metric": "accuracy", "data": [args]}, UsageError, "accuracy needs labels"),
@@ -173,7 +175,7 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
 
 
 class Classifier(nn.Module):
-    """Of means, with classes that are close to one another."""
+    """Classifies means, with classes that are close to one another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +204,7 @@ Classify = Callable[[str], tuple[Bundle, Tensor]]
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Classify:
-    """`classifier(precision)`: the classifier, deployed once, and the labels of its data."""
+    """`classifier(precision)`: the classifier, deployed once, with the labels of its data."""
     return functools.cache(lambda precision: classified(tmp_path_factory.mktemp("classifier") / "b", precision))
 
 
@@ -216,28 +218,28 @@ def test_accuracy_is_measured_over_real_data(precision: str, classifier: Classif
     assert any(case.kind == "data" and case.sizes == {"batch": 64} for case in bundle.manifest.cases)
     with attnforge.load(bundle) as session:
         stored = stored_inputs(bundle)["data-0/x"]
-        found = session(stored).argmax(-1)
-    assert metric.value == np.mean(found == labels.numpy())
+        predicted = session(stored).argmax(-1)
+    assert metric.value == np.mean(predicted == labels.numpy())
 
 
 def test_a_metric_that_is_missed_fails(classifier: Classify) -> None:
     bundle, _ = classifier("fp32")
     report = attnforge.verify(bundle, least=1.01)
     assert not report.passed and report.backends["onnxruntime-cpu"].failures == []
-    assert report.backends["onnxruntime-cpu"].reason == "accuracy is 1, under the 1.01 that it has to reach"
+    assert report.backends["onnxruntime-cpu"].reason == "accuracy is 1, below the required 1.01"
     cosine = attnforge.verify(bundle, metric="cosine").backends["onnxruntime-cpu"].metric
-    assert cosine is not None and cosine.value == pytest.approx(1), "held to float64, not to labels"
+    assert cosine is not None and cosine.value == pytest.approx(1), "compared with float64, not with labels"
 
     def share_of_class_0(outputs: Mapping[str, Array], labels: Array) -> float:
         return float(np.mean(outputs["output"].argmax(-1) == 0))
 
-    own = attnforge.verify(bundle, metric=share_of_class_0).backends["onnxruntime-cpu"].metric
-    assert own is not None and own.name == "share_of_class_0" and own.value == own.float64
+    share = attnforge.verify(bundle, metric=share_of_class_0).backends["onnxruntime-cpu"].metric
+    assert share is not None and share.name == "share_of_class_0" and share.value == share.float64
     with pytest.raises(UnknownNameError, match="unknown metric 'f1'"):
         attnforge.verify(bundle, metric="f1")
 
 
-def test_a_metric_in_place_of_an_error(tmp_path: Path) -> None:
+def test_a_metric_instead_of_an_error(tmp_path: Path) -> None:
     bundle, _ = classified(tmp_path / "b", "auto", least=0.9)
     assert of(bundle).regions == [] and of(bundle).exactly
     assert attnforge.verify(bundle).passed
@@ -246,11 +248,11 @@ def test_a_metric_in_place_of_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "passed"), [(0.9, True), (1.0, True), (np.nextafter(0.9, 0), False), (np.nan, False), (-np.inf, False)]
 )
-def test_a_metric_that_is_no_number_or_a_rounding_short_is_missed(value: float, passed: bool) -> None:
+def test_a_metric_that_is_nan_or_a_rounding_short_is_missed(value: float, passed: bool) -> None:
     scores = MeasuredMetric("own", accuracy, {}, 0.9, [(1, value, 1.0, 1.0)])
     trial = by_metric(Trial(0.5, 1e-3, None), scores.report())
     assert trial.passed is passed
-    assert trial.text == f"0.50 of the budget; own {value:.6g}, where 0.9 is to be reached"
+    assert trial.text == f"0.50 of the budget; own {value:.6g}, with 0.9 required"
     assert by_metric(Trial(0.0, 1e-3, None), scores.report()).text.startswith("an error of 1e-3; own")
 
 
@@ -265,9 +267,9 @@ def test_cosine_of_embeddings_without_labels(tmp_path: Path) -> None:
 
 def test_a_metric_needs_data(broken: DeployBroken) -> None:
     bundle = broken("healthy", "fp32")
-    with pytest.raises(UsageError, match="deployed without; give it to deploy"):
+    with pytest.raises(UsageError, match="deployed without any; give it to deploy"):
         attnforge.verify(bundle, metric="cosine")
-    with pytest.raises(UsageError, match="none was named"):
+    with pytest.raises(UsageError, match="no metric was named"):
         attnforge.verify(bundle, least=0.5)
 
 
@@ -318,8 +320,8 @@ def test_the_command_of_auto(tmp_path: Path) -> None:
     out = str(tmp_path / "b")
     ran = CliRunner().invoke(app, ["deploy", *arguments, "--target", "onnxruntime", "--out", out, "--json"])
     assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)
-    assert told["mixed"]["low"] == "fp16" and told["metric"] == "accuracy"
+    document = json.loads(ran.stdout)
+    assert document["mixed"]["low"] == "fp16" and document["metric"] == "accuracy"
     ran = CliRunner().invoke(app, ["verify", out, "--json"])
     metric = json.loads(ran.stdout)["backends"]["onnxruntime-cpu"]["metric"]
     assert ran.exit_code == 0 and metric["samples"] == 450 and metric["value"] > 0.98

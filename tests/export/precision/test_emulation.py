@@ -1,4 +1,4 @@
-"""16-bit storage as a plan has it: what a kernel holds in fp32 is not rounded, and everything else is."""
+"""16-bit storage as in a plan: what a kernel keeps in fp32 is not rounded, and everything else is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan(*kernels: list[str]) -> Plan:
     return Plan(b"", "1.0", layers, 0.0)
 
 
-def test_a_product_is_rounded_before_its_bias_where_another_kernel_adds_it() -> None:
+def test_a_product_is_rounded_before_its_bias_if_another_kernel_adds_it() -> None:
     model = linear(ir.DataType.BFLOAT16)
     for node, name in zip(model.graph, ("product", "bias"), strict=True):
         node.name = name

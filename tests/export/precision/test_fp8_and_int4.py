@@ -1,4 +1,4 @@
-"""precision="fp8" and "int4": the same Q/DQ and the same gate as int8, with other numbers and other kernels."""
+"""precision="fp8" and "int4": the same Q/DQ and the same gate as int8, with different numbers and kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DIMS, SEEDS = st.sampled_from(([3], [2, 5], [1, 2, 3])), st.integers(0, 2**16)
 
 
 def drawn(rng: np.random.Generator, dims: list[int], channels: int) -> tuple[Array, Array, Array, Array]:
-    """Inputs of some size, one row of them zeros now and then; a weight, its bias, and what balances it."""
+    """Inputs of some size, sometimes with a row of zeros; a weight, its bias, and balancing divisors."""
     outputs = int(rng.integers(64, 90))
     weight, bias = rng.standard_normal((channels, outputs)).astype(np.float32), rng.standard_normal(outputs)
     x = rng.standard_normal([*dims, channels]).astype(np.float32) * np.float32(10.0 ** rng.integers(-3, 4))
@@ -53,11 +53,9 @@ def in_fp8(numbers: Array) -> Array:
 
 @settings(max_examples=15)
 @given(DIMS, st.booleans(), st.booleans(), SEEDS)
-def test_a_product_in_fp8_is_what_the_formulas_say(
-    dims: list[int], by_token: bool, is_balanced: bool, seed: int
-) -> None:
-    """The canonical graph, and the casts that ONNX Runtime gets: the same to the last bits, but where a number lies
-    half way between two."""
+def test_a_product_in_fp8_matches_the_formulas(dims: list[int], by_token: bool, is_balanced: bool, seed: int) -> None:
+    """The canonical graph, and the casts for ONNX Runtime: the same to the last bits, except where a number is half way
+    between two."""
     rng = np.random.default_rng(seed)
     x, weight, bias, balance = drawn(rng, dims, int(rng.integers(64, 90)))
     largest = float(np.abs(x).max() or 1)
@@ -81,11 +79,11 @@ def test_a_product_in_fp8_is_what_the_formulas_say(
 
 @settings(max_examples=15)
 @given(DIMS, st.sampled_from((32, 128)), st.booleans(), st.booleans(), SEEDS)
-def test_a_product_with_weights_of_4_bits_is_what_the_formulas_say(
+def test_a_product_with_weights_of_4_bits_matches_the_formulas(
     dims: list[int], block: int, has_bias: bool, is_balanced: bool, seed: int
 ) -> None:
-    """Every block is of the scale that errs least, and ONNX Runtime's kernel reads the same numbers. Its inputs are in
-    8 bits, which costs little where channels are alike, as balancing leaves them."""
+    """Every block has the scale with the smallest error, and ONNX Runtime's kernel reads the same numbers. Its inputs
+    are in 8 bits, which costs little if channels are alike, as balancing leaves them."""
     rng = np.random.default_rng(seed)
     x, weight, bias, balance = drawn(rng, dims, 256)
     x = x * balance if is_balanced else x
@@ -93,7 +91,7 @@ def test_a_product_with_weights_of_4_bits_is_what_the_formulas_say(
     model = linear(weight, bias if has_bias else None, dims)
     quantise(model, {"product": form})
     stored = {name: v.const_value for name, v in model.graph.initializers.items() if v.const_value is not None}
-    numbers, scales = (stored[f"product/{what}"].numpy() for what in ("weight", "weight_scale"))
+    numbers, scales = (stored[f"product/{part}"].numpy() for part in ("weight", "weight_scale"))
     assert numbers.dtype == ml_dtypes.int4 and scales.shape == (256 // block, weight.shape[1])
     matrix = weight * balance[:, None] if is_balanced else weight
     blocks, kept = (a.astype(np.float64).reshape(-1, block, weight.shape[1]) for a in (matrix, numbers))
@@ -123,11 +121,11 @@ def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precisio
     manifest, quantised = bundle.manifest, of(bundle)
     assert manifest.precision == precision == quantised.type and manifest.eager_precision == "fp32"
     assert len(quantised.products) == 6 and 0.01 < quantised.error <= 0.15
-    assert [*quantised.kept] == (["attention"] if precision == "fp8" else [])  # whose tokens are dynamic
+    assert [*quantised.kept] == (["attention"] if precision == "fp8" else [])  # its tokens are dynamic
     assert {product.block for product in quantised.products} <= ({32, 128} if precision == "int4" else {None})
     by = {"fp8": {"token", "tensor"} if has_data else {"token"}, "int4": {None}}
     assert {product.by for product in quantised.products} == by[precision]
-    assert manifest.targets["onnxruntime"].low_bit == (6 if precision == "int4" else 0)  # there it is no fp8 product
+    assert manifest.targets["onnxruntime"].low_bit == (6 if precision == "int4" else 0)  # it has no fp8 product
     weights = ir.load(bundle.file(CANONICAL)).graph.initializers.values()
     size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
     head, products = 4 * 128 * WIDTH, (4 * WIDTH * WIDTH + 4 * WIDTH * WIDTH) * (0.5 if precision == "int4" else 1)
@@ -135,10 +133,8 @@ def test_a_deployment_is_verified_on_every_backend_here(tmp_path: Path, precisio
 
 
 @pytest.mark.parametrize(("precision", "capability"), [("fp8", "SM120"), ("int4", "SM89")])
-def test_tensorrt_reads_numbers_as_stored_beside_fused_attention(
-    tmp_path: Path, precision: str, capability: str
-) -> None:
-    """With dynamic batch and tokens; attention in fp16. A plan for both devices is in the next test."""
+def test_tensorrt_reads_stored_numbers_with_fused_attention(tmp_path: Path, precision: str, capability: str) -> None:
+    """With dynamic batch and tokens, and attention in fp16. The next test has a plan for both devices."""
     bundle = deployed(
         tmp_path / "b", precision=precision, data=real(1), max_error=0.15, targets=["tensorrt_rtx"],
         compute_capabilities=[capability],
@@ -159,7 +155,7 @@ def test_a_plan_with_fp8_is_for_gpus_that_have_it(tmp_path: Path) -> None:
 
 
 def test_what_costs_too_much_is_refused_or_kept_in_fp32(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"int4 misses what was asked for: .* precision auto-int4, which keeps"):
+    with pytest.raises(BuildError, match=r"int4 misses the requirement: .* precision auto-int4, which keeps"):
         deployed(tmp_path / "b", Outliers, "int4", max_error=0.05)
     assert not (tmp_path / "b").exists()
     whole = of(deployed(tmp_path / "balanced", Outliers, "int4", max_error=0.05, data=real()))
@@ -169,7 +165,7 @@ def test_what_costs_too_much_is_refused_or_kept_in_fp32(tmp_path: Path) -> None:
     assert attnforge.verify(tmp_path / "some", ["onnxruntime-cpu", "openvino"]).passed
 
 
-def test_weights_of_no_whole_blocks_are_told(tmp_path: Path) -> None:
+def test_weights_without_whole_blocks_are_refused(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,14 +183,14 @@ def test_weights_of_no_whole_blocks_are_told(tmp_path: Path) -> None:
             y: Tensor = self.norm(self.up(x[..., :72].repeat(1, 1, 2)[..., :72]))
             return y
 
-    with pytest.raises(UsageError, match=r"worth 4 bits: .* weights or more, of a multiple of 32 channels, and more"):
+    with pytest.raises(UsageError, match=r"worth 4 bits: .* weights, in more than one block of 32 channels"):
         deployed(tmp_path / "c", Odder, "int4", max_error=0.2)
 
 
 # --- attention in fp8 -------------------------------------------------------------------------------------------------
 
 STATIC = 48
-"""Tokens of attention that is fused in fp8."""
+"""Number of tokens of attention that is fused in fp8."""
 
 
 def fixed(
@@ -212,7 +208,7 @@ def fixed(
 
 
 class Masked(Block):
-    """The same, whose queries see no later token."""
+    """The same block, whose queries see no later token."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.before_attention(x)
@@ -243,9 +239,9 @@ def test_attention_over_static_tokens_is_in_fp8_and_right_on_every_backend_here(
 
 
 @pytest.mark.parametrize("tokens", [STATIC, 5])
-def test_attention_in_fp8_is_what_the_formulas_say(tokens: int) -> None:
-    """As eager has it: query, key and value by one scale each, and what the softmax makes by 1/448. Over few keys
-    nothing is rounded, for TensorRT does not fuse that."""
+def test_attention_in_fp8_matches_the_formulas(tokens: int) -> None:
+    """As in eager: query, key and value with one scale each, and the softmax's output with 1/448. Over few keys nothing
+    is rounded, because TensorRT does not fuse that."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((2, 3, tokens, 16)).astype(np.float32) * 3 for _ in range(3))
 
@@ -259,7 +255,7 @@ def test_attention_in_fp8_is_what_the_formulas_say(tokens: int) -> None:
     feeds = dict(zip([str(x.name) for x in model.graph.inputs], (query, key, value), strict=True))
     chosen, kept = sites_for_fp8(model, sites, [feeds], is_real=True)
     if tokens < STATIC:
-        assert chosen == [] and "over 32 keys and more, not 5" in kept[sites[0].name]
+        assert chosen == [] and "over at least 32 keys, not 5" in kept[sites[0].name]
         return
     round_operands(model, chosen)
     (result,) = as_it_is(written_out(model, sites))(feeds).values()
@@ -286,29 +282,29 @@ def test_tensorrt_fuses_attention_in_fp8(tmp_path: Path, capability: str, kind: 
     assert attention.details[0].targets["tensorrt_rtx"].why.startswith("in fp8")
 
 
-def test_where_tokens_are_dynamic_the_certificate_says_why_attention_is_not_in_fp8(tmp_path: Path) -> None:
+def test_with_dynamic_tokens_the_certificate_says_why_attention_is_not_in_fp8(tmp_path: Path) -> None:
     bundle = deployed(tmp_path / "b", precision="fp8", data=real(1), max_error=0.15, targets=["tensorrt_rtx"])
     (site,) = bundle.manifest.attention.details
-    assert "not in fp8: TensorRT fuses attention in fp8 only where" in site.targets["tensorrt_rtx"].why
+    assert "not in fp8: TensorRT fuses attention in fp8 only if" in site.targets["tensorrt_rtx"].why
     assert "are static" in of(bundle).kept[site.site] and of(bundle).attention == {}
     assert bundle.manifest.targets["tensorrt_rtx"].low_bit_attention is None
 
 
 def test_without_data_attention_stays_in_16_bits(tmp_path: Path) -> None:
     quantised = of(fixed(tmp_path / "b", data=[]))
-    assert quantised.attention == {} and ["which real data gives" in why for why in quantised.kept.values()] == [True]
+    assert quantised.attention == {} and ["ranges from real data" in why for why in quantised.kept.values()] == [True]
 
 
-def test_auto_takes_attention_out_of_fp8_where_it_costs_too_much(tmp_path: Path) -> None:
+def test_auto_takes_attention_out_of_fp8_if_it_costs_too_much(tmp_path: Path) -> None:
     class Sharp(Block):
-        """Whose softmax takes one key of many, so that the rounding of scores decides which."""
+        """Its softmax selects one key of many, so that the rounding of scores decides which."""
 
         def __init__(self) -> None:
             super().__init__()
             with torch.no_grad():
                 self.attention.query_proj.weight *= 100
 
-    with pytest.raises(BuildError, match="fp8 misses what was asked for"):
+    with pytest.raises(BuildError, match="fp8 misses the requirement"):
         fixed(tmp_path / "a", Sharp, max_error=0.04)
     quantised = of(fixed(tmp_path / "b", Sharp, precision="auto-fp8", max_error=0.04))
     assert quantised.attention == {} and len(quantised.kept) < 7 and quantised.error <= 0.04

@@ -1,4 +1,4 @@
-"""precision="int8": products in 8 bits, counted where they are compiled, and refused where they cost too much."""
+"""precision="int8": products in 8 bits, counted in the compiled graph, and refused if they cost too much."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Block(nn.Module):
 
 
 class Outliers(Block):
-    """The same, of whose normed channels two are a hundred times as large as the others, as trained models have some.
-    The weights that read them are as much smaller, so that all channels count alike."""
+    """The same block, with two normed channels a hundred times as large as the others, as in some trained models. The
+    weights that read them are smaller by the same factor, so that all channels matter equally."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def of(bundle: Bundle) -> Quantised:
 
 
 def linear(weight: Array, bias: Array | None, dims: list[int], transposed: bool = False) -> ir.Model:
-    """`x W + b` and a norm behind it, for `products` leave a head alone; a Gemm where x has two dims."""
+    """`x W + b`, followed by a norm because `products` skips a head; a Gemm if x has two dims."""
     x = ir.Value(name="x", shape=ir.Shape([*dims, len(weight)]), type=ir.TensorType(FLOAT))
     transposed = transposed and len(dims) == 1
     arrays = {"w": weight.T if transposed else weight, "b": bias, "gain": np.ones(weight.shape[1], np.float32)}
@@ -144,13 +144,13 @@ def linear(weight: Array, bias: Array | None, dims: list[int], transposed: bool 
 
 
 def result(model: ir.Model, x: Array, optimised: bool = False) -> Array:
-    """The product with its bias, as it is, or as ONNX Runtime runs what is deployed."""
+    """The product with its bias, as it is, or as ONNX Runtime runs the deployed graph."""
     name = next(str(node.inputs[0].name) for node in model.graph if node.name == "norm" and node.inputs[0] is not None)
     return as_it_is(model, [name], optimised=optimised)({"x": x})[name]
 
 
 def by_hand(x: Array, weight: Array, bias: Array | None, form: Form) -> Array:
-    """What the product is by the formulas, in float64; it knows no code of the graph's."""
+    """The product by the formulas, in float64, without any code of the graph's."""
     inputs, matrix = x.astype(np.float64), weight.astype(np.float64)
     if form.balance is not None:
         inputs, matrix = inputs / form.balance, matrix * form.balance[:, None].astype(np.float64)
@@ -171,18 +171,18 @@ def by_hand(x: Array, weight: Array, bias: Array | None, form: Form) -> Array:
     st.sampled_from(([3], [2, 5], [1, 2, 3])), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
     st.integers(0, 2**16),
 )  # fmt: skip
-def test_a_product_is_what_the_formulas_say(
+def test_a_product_matches_the_formulas(
     dims: list[int], by_token: bool, is_balanced: bool, has_bias: bool, transposed: bool, seed: int
 ) -> None:
-    """The canonical graph, and the integer product that ONNX Runtime gets: the same but where a number lies half way
-    between two steps, which rounding before may move."""
+    """The canonical graph, and the integer product for ONNX Runtime: the same except where a number is half way between
+    two steps, which earlier rounding may shift."""
     rng = np.random.default_rng(seed)
     channels, outputs = int(rng.integers(64, 90)), int(rng.integers(64, 90))
     weight = rng.standard_normal((channels, outputs)).astype(np.float32)
     bias = rng.standard_normal(outputs).astype(np.float32) if has_bias else None
     balance = np.exp(rng.standard_normal(channels)).astype(np.float32) if is_balanced else None
     x = rng.standard_normal([*dims, channels]).astype(np.float32) * np.float32(10.0 ** rng.integers(-3, 4))
-    x[0, ..., :] *= rng.integers(0, 2)  # a row of zeros, now and then
+    x[0, ..., :] *= rng.integers(0, 2)  # sometimes a row of zeros
     form = Form(None if by_token else float(np.abs(x).max() or 1) / rng.uniform(60, 200), balance)
     model = linear(weight, bias, dims, transposed)
     wanted = by_hand(x, weight, bias, form)
@@ -197,7 +197,7 @@ def test_a_product_is_what_the_formulas_say(
     assert relative_error(lowered.astype(np.float64), canonical.astype(np.float64)) < 1e-6
 
 
-def test_what_is_not_finite_stays_in_its_token() -> None:
+def test_non_finite_numbers_stay_in_their_token() -> None:
     weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     model = linear(weight, None, [1, 4])
     quantise(model, {"product": Form()})
@@ -210,20 +210,20 @@ def test_what_is_not_finite_stays_in_its_token() -> None:
 
 
 def test_products_of_a_model() -> None:
-    """All with weights but the head; one input's share its Q/DQ."""
+    """All products with weights except the head; those of one input share its Q/DQ."""
     module, args = made(Block)
     model = capture(module, args, SHAPES, precision_named("fp32")).model
-    found = products(model)
-    assert len(found) == 6 and len({product.input for product in found}) == 4
-    quantise(model, dict.fromkeys((product.name for product in found), Form()))
+    quantisable = products(model)
+    assert len(quantisable) == 6 and len({product.input for product in quantisable}) == 4
+    quantise(model, dict.fromkeys((product.name for product in quantisable), Form()))
     assert len(products_between(model)) == 6
     assert [node.op_type for node in model.graph].count("QuantizeLinear") == 4
     assert sum(v.dtype == ir.DataType.INT8 for v in model.graph.initializers.values()) == 6
     assert not products(linear(np.ones((8, 8), np.float32), None, [1, 4]))
 
 
-def test_rows_of_a_table_are_what_the_formulas_say() -> None:
-    """As the canonical graph has them, and as ONNX Runtime gets them: to the bit, for both scale the same numbers."""
+def test_rows_of_a_table_match_the_formulas() -> None:
+    """In the canonical graph and for ONNX Runtime: equal to the bit, because both scale the same numbers."""
     rng = np.random.default_rng(3)
     weight = (rng.standard_normal((100, 48)) * 10.0 ** rng.integers(-3, 4, (100, 1))).astype(np.float32)
     weight[7] = 0
@@ -243,7 +243,7 @@ def test_rows_of_a_table_are_what_the_formulas_say() -> None:
 
 
 def lookups(weight: Array) -> ir.Model:
-    """Rows of a table, and a norm behind them."""
+    """Rows of a table, followed by a norm."""
     ids = ir.Value(name="ids", shape=ir.Shape([2, 3]), type=ir.TensorType(ir.DataType.INT64))
     stored, gain = (
         typed(ir.Value(name=name, const_value=ir.tensor(array)), FLOAT, array.shape)
@@ -264,7 +264,7 @@ def looked_up(model: ir.Model, index: Array) -> Array:
 
 
 class Words(nn.Module):
-    """Tokens that are looked up in a table, and a block; where tied, the table is the head's weights as well."""
+    """Tokens that are looked up in a table, and a block; if tied, the table is also the head's weights."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -280,15 +280,15 @@ def _reads_table(node: ir.Node) -> bool:
     return any(value is not None and str(value.name).startswith("table.weight/") for value in node.inputs)
 
 
-def test_a_table_that_a_product_reads_is_none() -> None:
+def test_a_table_that_a_product_reads_is_not_quantised() -> None:
     ids, sizes = torch.arange(24).reshape(2, 12), {"ids": {0: Dim("batch", min=1, max=4)}}
     free, tied = (capture(Words(tied), (ids,), sizes, precision_named("fp32")).model for tied in (False, True))
     assert [table.weight.shape for table in tables(free)] == [(400, WIDTH)]
     assert tables(tied) == []
 
 
-def test_tables_are_stored_in_8_bits_and_right_on_every_backend_here(tmp_path: Path) -> None:
-    """ONNX Runtime and OpenVINO look rows up before they dequantise them."""
+def test_tables_are_stored_in_8_bits_and_right_on_every_available_backend(tmp_path: Path) -> None:
+    """ONNX Runtime and OpenVINO look up rows before they dequantise them."""
     ids, sizes = torch.arange(24).reshape(2, 12), {"ids": {0: Dim("batch", min=1, max=4)}}
     bundle = attnforge.deploy(
         made(Words)[0], (ids,), tmp_path / "b", sizes, "int8", ["onnxruntime", "tensorrt_rtx"],
@@ -318,14 +318,14 @@ def test_balancing_gives_channels_and_weights_the_same_spread() -> None:
     assert np.isfinite(balance).all() and (balance[:3] == 1).all() and (balance > 0).all()
 
 
-def test_one_range_for_all_is_for_what_a_norm_bounds_on_real_data() -> None:
+def test_one_range_is_used_for_values_that_a_norm_bounds_on_real_data() -> None:
     module, args = made(Block)
     model = capture(module, args, SHAPES, precision_named("fp32")).model
-    found = products(model)
+    quantisable = products(model)
     for is_real in (True, False):
-        forms = calibrate(model, found, [{"x": x.numpy()} for (x,) in real()], is_real)
-        normed = [True, True, True, False, True, True]  # behind the norm, attention, the norm, and a GELU of what is
-        assert [forms[product.name].scale is not None for product in found] == [is_real and n for n in normed]
+        forms = calibrate(model, quantisable, [{"x": x.numpy()} for (x,) in real()], is_real)
+        normed = [True, True, True, False, True, True]  # after the norm, attention, the norm, and a GELU of its product
+        assert [forms[product.name].scale is not None for product in quantisable] == [is_real and n for n in normed]
         assert all(0 < form.error < 0.02 for form in forms.values())
         assert any(form.balance is not None for form in forms.values()) == is_real
 
@@ -335,15 +335,15 @@ def test_one_range_for_all_is_for_what_a_norm_bounds_on_real_data() -> None:
     [("Gelu", [], True), ("Mul", ["normed"], True), ("Div", [2.0], True), ("Div", ["normed"], False),
      ("Exp", [], False), ("Add", ["x"], False), ("MatMul", ["normed"], False), ("MatMul", [np.eye(8)], True)],
 )  # fmt: skip
-def test_a_norm_bounds_what_weights_and_activations_make_of_it(
+def test_a_norm_bounds_what_weights_and_activations_compute_from_it(
     op_type: str, others: list[Any], is_bounded: bool
 ) -> None:
     x = ir.Value(name="x")
     norm = ir.node("LayerNormalization", [x, ir.Value(name="gain")])
     values = {"x": x, "normed": norm.outputs[0]}
     operands = [
-        values[other] if isinstance(other, str) else ir.Value(name="w", const_value=ir.tensor(np.float32(other)))
-        for other in others
+        values[operand] if isinstance(operand, str) else ir.Value(name="w", const_value=ir.tensor(np.float32(operand)))
+        for operand in others
     ]
     assert is_normed(ir.node(op_type, [norm.outputs[0], *operands]).outputs[0]) is is_bounded
     assert not is_normed(ir.node(op_type, [x, *operands]).outputs[0])
@@ -354,13 +354,13 @@ def test_a_norm_bounds_what_weights_and_activations_make_of_it(
 
 @pytest.fixture(scope="module")
 def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Of few tokens, with queries and keys in int8 all the same."""
+    """A deployment with few tokens, forced to have queries and keys in int8."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(for_openvino, "INT8_SCORES", 1)
         return deployed(tmp_path_factory.mktemp("int8") / "b", data=real(), max_error=0.05)
 
 
-def test_a_deployment_is_verified_on_every_backend_here(by_tensor: Bundle) -> None:
+def test_a_deployment_is_verified_on_every_available_backend(by_tensor: Bundle) -> None:
     report = attnforge.verify(by_tensor, ["onnxruntime-cpu", "openvino"])
     assert report.passed and report.warnings == []
     assert {"data", "scaled", "outliers", "normal"} <= {case.kind for case in report.cases}
@@ -405,7 +405,7 @@ def test_inspect_says_what_is_in_8_bits(by_tensor: Bundle) -> None:
 
 
 def _stored_as(output: Any) -> str:
-    """The type of the constant that an operand is made of; that of its first input's, and so on."""
+    """The type of the constant that an operand is computed from, following first inputs."""
     while output.get_node().get_input_size():
         output = output.get_node().input_value(0)
     kind: str = output.get_element_type().get_type_name()
@@ -413,11 +413,11 @@ def _stored_as(output: Any) -> str:
 
 
 @pytest.mark.parametrize(("instructions", "kind"), [(["avx2", "avx512f"], "f32"), (["avx2", "avx512_vnni"], "i8")])
-def test_where_products_would_saturate_openvino_multiplies_in_fp32(
+def test_if_products_would_saturate_openvino_multiplies_in_fp32(
     by_tensor: Bundle, monkeypatch: pytest.MonkeyPatch, instructions: list[str], kind: str
 ) -> None:
-    found = Machine(system="Linux x86_64", processor="", processors=1, instructions=instructions, gpus=[])
-    monkeypatch.setattr(openvino_graph, "this_machine", lambda gpus: found)
+    machine = Machine(system="Linux x86_64", processor="", processors=1, instructions=instructions, gpus=[])
+    monkeypatch.setattr(openvino_graph, "this_machine", lambda gpus: machine)
     model = openvino_graph.prepared(
         openvino.Core().read_model(by_tensor.file(graph_of(by_tensor.manifest))), widen=False, scores=True
     )
@@ -443,7 +443,7 @@ def _readers(node: Any) -> list[Any]:
 
 
 def _restoring(attention: ir.Node, i: int) -> ir.Node | None:
-    """The DequantizeLinear that an operand of attention comes from; None where it comes from another node."""
+    """The DequantizeLinear that computes an operand of attention; None if another node does."""
     value = attention.inputs[i]
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == "DequantizeLinear" else None
@@ -458,7 +458,7 @@ def _scale(restoring: ir.Node | None) -> float:
 
 
 def test_queries_and_keys_are_rounded_by_the_ranges_of_the_data(by_tensor: Bundle) -> None:
-    """A scale is 1.2 times the largest number of the data, of 127 steps; nothing but OpenVINO's graph rounds them."""
+    """A scale is 1.2 times the largest number of the data over 127 steps; only OpenVINO's graph rounds them."""
     module, _ = made(Block)
     assert isinstance(module, Block)
     expected = []
@@ -469,8 +469,8 @@ def test_queries_and_keys_are_rounded_by_the_ranges_of_the_data(by_tensor: Bundl
     model = load_graph(by_tensor, graph_of(by_tensor.manifest))
     (node,) = (node for node in model.graph if node.op_type == "Attention")
     assert [_restoring(node, i) is None for i in range(3)] == [False, False, True]
-    found = [_scale(_restoring(node, i)) for i in range(2)]
-    assert found == pytest.approx(expected, rel=1e-5)
+    scales = [_scale(_restoring(node, i)) for i in range(2)]
+    assert scales == pytest.approx(expected, rel=1e-5)
     canonical = load_graph(by_tensor, CANONICAL)
     counts = [sum(node.op_type == "QuantizeLinear" for node in graph) for graph in (model.graph, canonical.graph)]
     assert counts[0] == counts[1] + 2
@@ -478,9 +478,9 @@ def test_queries_and_keys_are_rounded_by_the_ranges_of_the_data(by_tensor: Bundl
     assert site.targets["openvino"].form == INT8_FORM and site.targets["onnxruntime"].form != INT8_FORM
 
 
-@pytest.mark.skipif(this_machine(gpus=False).saturates, reason="no products of 8 bits that do not saturate")
+@pytest.mark.skipif(this_machine(gpus=False).saturates, reason="8-bit products saturate on this machine")
 def test_openvino_multiplies_queries_and_keys_in_int8(by_tensor: Bundle) -> None:
-    """The one kernel of attention reads int8, where that of the canonical graph reads fp32."""
+    """The attention kernel reads int8, while that of the canonical graph reads fp32."""
     types = []
     for file in (graph_of(by_tensor.manifest), CANONICAL):
         core = openvino.Core()
@@ -503,11 +503,11 @@ def test_a_wrong_scale_of_queries_is_refused(by_tensor: Bundle, tmp_path: Path, 
     model = ir.load(file)
     node = next(node for node in model.graph if node.op_type == "Attention")
     restoring = _restoring(node, 0)
-    scale = ir.tensor(np.float32(_scale(restoring) * factor), name="other")
-    other = ir.Value(name="other", const_value=scale)
-    model.graph.register_initializer(other)
+    scale = ir.tensor(np.float32(_scale(restoring) * factor), name="wrong")
+    wrong = ir.Value(name="wrong", const_value=scale)
+    model.graph.register_initializer(wrong)
     assert restoring is not None
-    restoring.replace_input_with(1, other)
+    restoring.replace_input_with(1, wrong)
     ir.save(model, file)
     report = attnforge.verify(rewrite(folder), ["openvino", "onnxruntime-cpu"])
     assert not report.backends["openvino"].passed and report.backends["onnxruntime-cpu"].passed
@@ -522,8 +522,8 @@ def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, facto
     assert (why is None) == passes
 
 
-def test_what_no_sample_shows_would_miss_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of an output that is kept in part, which verify compares too."""
+def test_an_error_that_no_sample_shows_would_miss_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of an output that is stored in part, which verify compares too."""
     monkeypatch.setattr(cases, "SAMPLED", 64)
     monkeypatch.setattr(for_openvino, "INT8_SCORES", 1)
     bundle = deployed(tmp_path / "b", data=real(), max_error=0.05)
@@ -553,7 +553,7 @@ def test_rules_and_measuring_choose_queries_and_keys_in_int8(by_tensor: Bundle) 
 
 
 class Queries(nn.Module):
-    """Attention whose queries and keys are of what it is given."""
+    """Attention whose queries and keys are computed from its inputs."""
 
     def __init__(self, is_causal: bool = False) -> None:
         super().__init__()
@@ -566,7 +566,7 @@ class Queries(nn.Module):
 
 
 class SomeBounded(nn.Module):
-    """Queries and keys that a norm bounds, one of them or both, and both under causality."""
+    """Queries and keys of which a norm bounds one or both, and both with causality."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,12 +579,12 @@ class SomeBounded(nn.Module):
         return result
 
 
-def test_queries_and_keys_are_rounded_where_a_norm_bounds_both() -> None:
+def test_queries_and_keys_are_rounded_if_a_norm_bounds_both() -> None:
     model = capture(SomeBounded().eval(), real()[0], SHAPES, precision_named("fp32")).model
     sites = canonicalize(model).sites
     assert [site.name for site in sites] == ["both", "keys", "queries", "causal"]
     rounded = sites_for_int8(model, sites, [{"x": x.numpy()} for (x,) in real()])
-    assert [one.name for one in rounded] == ["both"] and 0 < rounded[0].error < 0.02
+    assert [part.name for part in rounded] == ["both"] and 0 < rounded[0].error < 0.02
 
 
 def test_without_data_each_token_has_a_range(tmp_path: Path) -> None:
@@ -595,8 +595,8 @@ def test_without_data_each_token_has_a_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", ["SM89", "SM120"])
-def test_tensorrt_multiplies_in_8_bits_beside_fused_attention(tmp_path: Path, capability: str) -> None:
-    """With dynamic batch and tokens; attention in fp16, for which TensorRT has a fused kernel."""
+def test_tensorrt_multiplies_in_8_bits_with_fused_attention(tmp_path: Path, capability: str) -> None:
+    """With dynamic batch and tokens, and attention in fp16, for which TensorRT has a fused kernel."""
     bundle = deployed(
         tmp_path / "b", data=real(1), max_error=0.05, targets=["tensorrt_rtx"], compute_capabilities=[capability]
     )
@@ -618,15 +618,16 @@ def test_digits_lose_no_accuracy(tmp_path: Path) -> None:
     # With queries and keys in int8 the error is 0.018.
     assert OPENVINO not in bundle.manifest.targets and of(bundle).scores == {}
     assert list(of(bundle).kept) == ["attentions.0", "attentions.1"]
-    assert "in int8 misses what was asked for: an error of" in of(bundle).kept["attentions.0"]
+    assert "queries and keys misses the requirement: an error of" in of(bundle).kept["attentions.0"]
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
 def test_outlier_channels_are_refused_balanced_or_kept_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gate: refused without data; met with data, by balancing; met without by what stays in fp32."""
-    with pytest.raises(BuildError, match=r"int8 misses what was asked for: an error of .*, where 0\.02 is allowed"):
+    """The same gate: refused without data; met with data, by balancing; met without data by keeping products in
+    fp32."""
+    with pytest.raises(BuildError, match=r"int8 misses the requirement: an error of .*, with 0\.02 allowed"):
         deployed(tmp_path / "b", Outliers, max_error=0.02)
     assert not (tmp_path / "b").exists()
     monkeypatch.setattr(int8_scores, "SPARE", 0.4)  # eager's own error takes half of the budget
@@ -642,19 +643,19 @@ def test_outlier_channels_are_refused_balanced_or_kept_in_fp32(tmp_path: Path, m
     assert attnforge.verify(tmp_path / "some", ["onnxruntime-cpu"]).passed
 
 
-def test_a_metric_that_is_missed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BuildError, match=r"cosine 0\.9999\d+, where 0.999999 is to be reached"):
+def test_a_metric_that_is_missed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BuildError, match=r"cosine 0\.9999\d+, with 0.999999 required"):
         deployed(tmp_path / "b", data=real(), metric="cosine", least=0.999999)
     monkeypatch.setattr(gate, "ADDS", 0.5)  # queries and keys in int8 add next to nothing
     bundle = deployed(tmp_path / "b", data=real(), metric="cosine", least=0.999)
-    assert "in int8 adds to what quantising costs: an error of" in of(bundle).kept["attention"]
+    assert "adds too much error: an error of" in of(bundle).kept["attention"]
     report = attnforge.verify(bundle, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
     assert report.metric is not None and report.metric.value >= 0.999
 
 
 class Directions(Block):
-    """The same, whose result is a direction: 0 / 0 where rounding leaves no length. All weights that count are so much
-    smaller than one that does not, of a channel that is always 0, that 8 bits round them to 0."""
+    """The same block, whose result is a direction: 0 / 0 if rounding leaves no length. All weights that matter are so
+    much smaller than one that does not, of a channel that is always 0, that 8 bits round them to 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -672,8 +673,8 @@ class Directions(Block):
 
 @pytest.mark.parametrize("options", [{"max_error": 0.5}, {"metric": "cosine", "least": 0.9, "data": real(1)}])
 def test_nan_passes_no_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    monkeypatch.setattr(calibration, "DEGREES", ())  # balancing would save it
-    with pytest.raises(BuildError, match="numbers are lost in"):
+    monkeypatch.setattr(calibration, "DEGREES", ())  # balancing would prevent it
+    with pytest.raises(BuildError, match="NaN or infinity in"):
         deployed(tmp_path / "b", Directions, **options)
     with pytest.raises(BuildError, match="no product may be in int8"):
         deployed(tmp_path / "b", Directions, "auto-int8", **options)
@@ -688,8 +689,8 @@ def test_nan_for_queries_and_keys_is_an_error() -> None:
         return like(op.Mul(value, constant(op, np.nan, FLOAT)), value)
 
     (x,) = real()[0]
-    (found,) = with_errors(model, sites, [Rounded(site, site.node, (1.0,), nothing)], [{"x": x.numpy()}])
-    assert (found.name, found.error) == ("both", np.inf)
+    (rounded,) = with_errors(model, sites, [Rounded(site, site.node, (1.0,), nothing)], [{"x": x.numpy()}])
+    assert (rounded.name, rounded.error) == ("both", np.inf)
 
 
 def test_a_count_under_its_earlier_name_is_read(by_tensor: Bundle) -> None:
@@ -698,8 +699,8 @@ def test_a_count_under_its_earlier_name_is_read(by_tensor: Bundle) -> None:
     assert TargetRecord.model_validate(record).low_bit == 6
 
 
-def test_where_nothing_may_be_in_8_bits_that_is_said(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="no product may be in int8 for what was asked for"):
+def test_if_nothing_may_be_in_8_bits_an_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no product may be in int8 within the requirement"):
         deployed(tmp_path / "b", precision="auto-int8", max_error=1e-9)
 
 
@@ -707,9 +708,9 @@ def test_where_nothing_may_be_in_8_bits_that_is_said(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[AttnforgeError], str]] = {
-    "nothing says how much": ({}, UsageError, "nothing says by how much it may; give max_error"),
-    "a metric without least": ({"metric": "cosine", "data": real(1)}, UsageError, "the least that it is to reach"),
-    "an error beyond one": ({"max_error": 2.0}, UsageError, "give a relative one, between 0 and 1"),
+    "no limit": ({}, UsageError, "no limit was given; give max_error"),
+    "a metric without least": ({"metric": "cosine", "data": real(1)}, UsageError, "a metric and its least value"),
+    "an error beyond one": ({"max_error": 2.0}, UsageError, "give a relative error between 0 and 1"),
     "int8 attention": (
         {"precision": "fp32", "attention_precision": "int8"}, UsageError, "which no TensorRT fuses",
     ),
@@ -726,14 +727,14 @@ BAD: dict[str, tuple[dict[str, Any], type[AttnforgeError], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_told(name: str, tmp_path: Path) -> None:
+def test_bad_options_are_refused(name: str, tmp_path: Path) -> None:
     options, error, message = BAD[name]
     with pytest.raises(error, match=message) as raised:
         deployed(tmp_path / "b", **options)
     assert "\n" not in str(raised.value) and not (tmp_path / "b").exists()
 
 
-def test_a_model_without_products_worth_it_is_told(tmp_path: Path) -> None:
+def test_a_model_without_products_worth_quantising_is_refused(tmp_path: Path) -> None:
     class Bare(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             heads = x[:, None]
@@ -779,7 +780,7 @@ def test_labels_are_taken_from_files(tmp_path: Path) -> None:
     assert metric is not None and metric.name == "accuracy" and metric.value >= 0.98
     np.savez(folder / "unlabelled.npz", image=pairs[0][0][0].numpy())
     run = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "c")])
-    assert "real inputs have labels; give all some" in str(run.exception)
+    assert "real inputs have labels; give all of them labels" in str(run.exception)
     np.savez(folder / "unlabelled.npz", image=pairs[0][0][0].numpy(), labels=np.array([{}], object))
     run = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "c")])
     assert "Python objects" in str(run.exception)

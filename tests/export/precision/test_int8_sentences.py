@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 with its trained weights in 8 bits, on real sentences that calibrated nothing."""
+"""all-MiniLM-L6-v2 with its trained weights in 8 bits, on real sentences that were not used for calibration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.support.huggingface import minilm
 CALIBRATING, TRIED = 16, 208
 
 
-def test_embeddings_of_real_sentences_stay_where_they_are(tmp_path: Path) -> None:
-    """Every cosine to float64 is 0.99 and more; all products but none is in fp32, and the weights of products take a
-    quarter."""
+def test_embeddings_of_real_sentences_are_preserved(tmp_path: Path) -> None:
+    """Every cosine to float64 is at least 0.99; no product is in fp32, and the weights of products take a quarter of
+    the memory."""
     example = build(f"hf:{minilm()}", {"max_tokens": 128}, None)[0]
     texts = sentences(CALIBRATING + TRIED)
     assert len(texts) == CALIBRATING + TRIED

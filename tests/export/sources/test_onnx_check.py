@@ -411,9 +411,9 @@ def test_options_that_would_have_no_effect(tmp_path: Path) -> None:
     for options in ({"compute_capabilities": ["garbage"]}, {"profiles": [{"batch": (1, 1, 1)}]}):
         with pytest.raises(UsageError, match="onnxruntime is built; add"):
             attnforge.deploy(module, args, tmp_path / "out", shapes, targets=["onnxruntime"], **options)
-    for least, words in ((float("nan"), "none was named"), (0.5, "none was named")):
+    for least, words in ((float("nan"), "no metric was named"), (0.5, "no metric was named")):
         with pytest.raises(UsageError, match=words):
             attnforge.deploy(module, args, tmp_path / "out", shapes, targets=["onnxruntime"], least=least)
-    with pytest.raises(UsageError, match="is to reach nan; give a number"):
+    with pytest.raises(UsageError, match="least value is nan; give a finite number"):
         attnforge.deploy(module, args, tmp_path / "out", shapes, data=[args], metric="cosine", least=float("nan"))
     assert list(tmp_path.iterdir()) == []

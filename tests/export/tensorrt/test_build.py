@@ -1,4 +1,4 @@
-"""TensorRT plans from the real builder, which needs no GPU: what it is told, and what it says."""
+"""TensorRT plans from the real builder, which needs no GPU: its inputs, and what it reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def specs(*dims: int | DimSpec, dtype: str = "float16") -> list[TensorSpec]:
 
 
 def attention(file: Path, inputs: list[TensorSpec], softmax: str = "Softmax") -> Path:
-    """`softmax(Q Kᵀ / √32) V` as TensorRT likes it, in the inputs' type."""
+    """`softmax(Q Kᵀ / √32) V` in the form that TensorRT fuses, in the inputs' type."""
     dtype = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}[inputs[0].dtype]
     shape = ir.Shape(d if isinstance(d, int) else d.symbol for d in inputs[0].dims)
     query, key, value = (ir.Value(name=spec.name, shape=shape, type=ir.TensorType(dtype)) for spec in inputs)
@@ -77,7 +77,7 @@ def test_a_plan_and_its_layers(tmp_path: Path) -> None:
     [
         ([[8, 5, 64], [8, 64, 70], [8, 70, 64]], 8 * 5 * 70),
         ([[8, 70, 64], [8, 64, 70], [1, 1, 5, 70], [8, 5, 64]], 8 * 5 * 70),
-        ([[2, 70, 64], [2, 64, 70], [8, 5, 64]], 8 * 5 * 70),  # heads of queries share those of keys
+        ([[2, 70, 64], [2, 64, 70], [8, 5, 64]], 8 * 5 * 70),  # query heads share key heads
         ([[8, 5, 64], [8, 64, -1], [8, -1, 64]], None),
         ([[8, 5, 64], [8, 64, 70]], None),
     ],
@@ -88,7 +88,7 @@ def test_scores_by_the_shapes_of_a_layer(inputs: list[list[int]], scores: int | 
     assert layer.model_copy(update={"name": "gemm"}).scores is None
 
 
-def test_scores_of_as_many_queries_as_features_are_the_most_that_fit() -> None:
+def test_scores_with_as_many_queries_as_features_are_the_most_that_fit() -> None:
     layer = Layer(
         name="_gemm_mha_v2", type="kgen", tactic="", onnx_nodes=[],
         inputs=[[8, 64, 64], [8, 64, 575], [8, 575, 64]], outputs=[[8, 64, 64]],
@@ -96,7 +96,7 @@ def test_scores_of_as_many_queries_as_features_are_the_most_that_fit() -> None:
     assert layer.scores == 8 * 64 * 575
 
 
-def test_an_unfused_plan_names_what_it_has_instead(tmp_path: Path) -> None:
+def test_an_unfused_plan_names_the_layers_that_it_has_instead(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM, dtype="float32"), "fp32")
     assert plan.layers and not any(layer.is_fused_attention for layer in plan.layers)
     assert plan.kernel_of("the/Softmax") is None
@@ -137,7 +137,7 @@ def test_plans_for_chosen_devices_are_fused(tmp_path: Path, capabilities: tuple[
 
 
 def differ_for_good(plans: list[bytes], others: list[bytes]) -> bool:
-    """Whether plans differ from others in bytes that are the same at every build: not all bytes of a plan are."""
+    """Whether plans differ from others in bytes that are the same in every build: not all bytes of a plan are."""
     if {len(plan) for plan in plans}.isdisjoint(len(other) for other in others):
         return True
     size = min(len(plan) for plan in (*plans, *others))
@@ -146,27 +146,27 @@ def differ_for_good(plans: list[bytes], others: list[bytes]) -> bool:
     return bool((settled & (ours[0] != theirs[0])).any())
 
 
-def test_a_plan_for_one_device_is_not_that_for_another(tmp_path: Path) -> None:
+def test_plans_for_two_devices_differ(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     ampere, ada = ([plan_of(tmp_path, inputs, capabilities=(c,)).data for _ in range(3)] for c in ("SM80", "SM89"))
     assert differ_for_good(ampere, ada)
 
 
 @pytest.mark.parametrize("name", ["SM00", "sm89", "8.9", "NONE", ""])
-def test_unknown_compute_capabilities_are_refused_with_the_known(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"unknown compute capability {name!r};.* knows .*SM80.*SM89") as caught:
+def test_unknown_compute_capabilities_are_refused_with_the_supported_ones(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown compute capability {name!r};.* supports .*SM80.*SM89") as caught:
         plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM), capabilities=(name,))
     assert "\n" not in str(caught.value)
 
 
 def test_tf32_is_a_flag_that_fp32_does_not_set(tmp_path: Path) -> None:
-    """The one thing that is not in the graph: of one graph, fp32 and tf32 give different plans."""
+    """The only setting outside the graph: for one graph, fp32 and tf32 give different plans."""
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM, dtype="float32")
     exact, rounded = ([plan_of(tmp_path, inputs, p, ("SM89",)).data for _ in range(3)] for p in ("fp32", "tf32"))
     assert differ_for_good(exact, rounded)
 
 
-# Errors in the builder's own words
+# Errors with the builder's message
 
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
         build(tmp_path / "absent.onnx", "tensorrt_rtx", inputs, "fp16")
 
 
-def test_an_operator_that_the_parser_does_not_know_is_named(tmp_path: Path) -> None:
+def test_an_operator_that_the_parser_does_not_support_is_named(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     file = attention(tmp_path / "odd.onnx", inputs, softmax="Entmax")
     with pytest.raises(BuildError, match=r"odd\.onnx: .*Entmax"):
@@ -187,7 +187,7 @@ def test_an_operator_that_the_parser_does_not_know_is_named(tmp_path: Path) -> N
 
 
 def test_a_graph_that_parses_and_does_not_build(tmp_path: Path) -> None:
-    """Dynamic dims without a profile: said by the builder, not by us."""
+    """Dynamic dims without a profile: the error comes from the builder, not from us."""
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     file = attention(tmp_path / "model.onnx", inputs)
     with pytest.raises(BuildError, match=r"cannot build model\.onnx: .*no optimization profile"):
@@ -195,7 +195,7 @@ def test_a_graph_that_parses_and_does_not_build(tmp_path: Path) -> None:
 
 
 def one_node(file: Path, op_type: str, **inputs: tuple[list[int | str], ir.DataType]) -> Path:
-    """A graph of one node; of `x`, the name is `x[0]`, which some take for a pattern."""
+    """A graph of one node; the name of `x` is `x[0]`, which may be mistaken for a pattern."""
     values = [
         ir.Value(name=name.replace("x", "x[0]"), shape=ir.Shape(dims), type=ir.TensorType(dtype))
         for name, (dims, dtype) in inputs.items()
@@ -208,8 +208,8 @@ def one_node(file: Path, op_type: str, **inputs: tuple[list[int | str], ir.DataT
 
 
 @pytest.mark.parametrize(("low", "what"), [(1, None), (3, "MIN<=OPT<=MAX")])
-def test_a_name_is_no_pattern(tmp_path: Path, low: int, what: str | None) -> None:
-    """Where `x[0]` were one, it would have no profile, and the builder no reason to complain of one."""
+def test_a_name_is_not_a_pattern(tmp_path: Path, low: int, what: str | None) -> None:
+    """If `x[0]` were a pattern, it would have no profile, and the builder no reason to complain about one."""
     file = one_node(tmp_path / "model.onnx", "Softmax", x=(["batch", 4], ir.DataType.FLOAT))
     inputs = [TensorSpec(name="x[0]", dtype="float32", dims=[DimSpec(symbol="batch", min=low, opt=2, max=4), 4])]
     with pytest.raises(BuildError, match=what) if what is not None else contextlib.nullcontext():
@@ -236,32 +236,32 @@ def test_polygraphy_installs_nothing_and_loads_no_torch(monkeypatch: pytest.Monk
         "from polygraphy import config; from polygraphy.backend import trt;"
         "print(config.AUTOINSTALL_DEPS, config.USE_TENSORRT_RTX, trt.loader.trt.__name__, 'torch' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.split() == ["False", "True", "tensorrt_rtx", "False"]
+    output = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["False", "True", "tensorrt_rtx", "False"]
 
 
-def test_a_failed_build_leaves_the_next_alone(tmp_path: Path) -> None:
+def test_a_failed_build_does_not_affect_the_next(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     with pytest.raises(BuildError):
         build(attention(tmp_path / "model.onnx", inputs), "tensorrt_rtx", [], "fp16")
     assert plan_of(tmp_path, inputs).kernel_of("the/Softmax")
 
 
-def test_tensorrt_itself_is_told_from_tensorrt_rtx(tmp_path: Path) -> None:
+def test_tensorrt_is_distinguished_from_tensorrt_rtx(tmp_path: Path) -> None:
     try:
         load_tensorrt("tensorrt")
     except UnavailableError as error:
         assert "pip install attnforge[tensorrt]" in str(error)
     else:
         inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
-        with pytest.raises(UsageError, match="tensorrt builds for the GPU at hand"):
+        with pytest.raises(UsageError, match="tensorrt builds for a GPU of this machine"):
             build(attention(tmp_path / "model.onnx", inputs), "tensorrt", inputs, "fp16", ("SM89",))
 
 
-# Beside the caller
+# Builders alongside the caller
 
 
-def test_a_builder_works_beside_the_caller_and_ends_with_the_block(tmp_path: Path) -> None:
+def test_a_builder_runs_alongside_the_caller_and_ends_with_the_block(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     file = attention(tmp_path / "model.onnx", inputs)
     request = Request(
@@ -278,7 +278,7 @@ def test_a_builder_works_beside_the_caller_and_ends_with_the_block(tmp_path: Pat
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
-def test_a_deploy_that_fails_beside_a_builder_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deploy_that_fails_during_a_build_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: queue.Queue[subprocess.Popen[str]] = queue.Queue()
 
     class Stopped(subprocess.Popen[str]):

@@ -1,7 +1,7 @@
-"""Plans for the devices that have the numbers: every registered model, compiled for one of them in turn, its attention
-fused. For `portable`, which every model is deployed for, `tests/model/test_registered.py` counts what is fused.
+"""Plans for each device: every registered model, compiled for one device in turn, with its attention fused. For
+`portable`, which every model is deployed for, `tests/model/test_registered.py` counts what is fused.
 
-The builder lists layers once a plan, however many devices that plan is for, so each device gets a plan of its own.
+The builder lists layers once per plan, however many devices the plan is for, so each device gets its own plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICES = {
     "SM89": (("SM89",), b"sm89"),
     "SM120": (("SM120",), b"sm120"),
 }
-"""The compute capabilities that are asked for, and what the plan says that it is for."""
+"""The compute capabilities that are requested, and the device named in the plan."""
 
 
 @pytest.mark.parametrize(("name", "device"), pairs([*MODELS], [*DEVICES]))
@@ -43,9 +43,9 @@ def test_a_plan_for_any_device_fuses_every_site(registered: Deploy, name: str, d
     assert len(expected) == certificate.fused["tensorrt_rtx"]
     if name == "additive-attention":  # no inner product, so nothing to fuse
         assert expected == []
-    elif name != "worked-example":  # three tokens of three features, which no kernel is made for; it may fuse
+    elif name != "worked-example":  # three tokens of three features, which no kernel is made for; it may still fuse
         assert len(expected) == certificate.sites
 
     fused = [layer for layer in plan.layers if layer.is_fused_attention]
     assert len(fused) == len(expected)
-    assert [layer.name for layer in fused if plan.data.find(layer.tactic.encode()) < 0] == [], "listed, not in the plan"
+    assert [layer.name for layer in fused if plan.data.find(layer.tactic.encode()) < 0] == [], "listed but not in it"

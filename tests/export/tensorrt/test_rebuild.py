@@ -97,7 +97,7 @@ def test_a_missing_plan_is_built(half: Bundle) -> None:
     assert rebuild(Bundle(half.path, check_plans=False), RTX, "SM89").manifest == Bundle(half.path).manifest
 
 
-def test_a_plan_of_another_version_is_kept_beside_the_new(half: Bundle) -> None:
+def test_a_plan_of_another_version_is_kept_next_to_the_new_one(half: Bundle) -> None:
     def age(manifest: Manifest) -> None:
         manifest.targets[RTX].engines[0].version = "1.0.0"
 
@@ -118,15 +118,15 @@ def test_an_altered_model_is_never_built_from(half: Bundle) -> None:
         rebuilt(half.path, RTX)
 
 
-def test_for_auto_a_plan_of_somebody_else_is_built_again(
+def test_for_auto_another_users_plan_is_built_again(
     half: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan may run code: what is loaded unasked is this user's own."""
-    assert fits(half, RTX, "SM89") and fits(half, RTX, "SM89", vouched=True)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
-    assert fits(half, RTX, "SM89") and not fits(half, RTX, "SM89", vouched=True)
+    """A plan may run code: only this user's own plans are loaded without being named."""
+    assert fits(half, RTX, "SM89") and fits(half, RTX, "SM89", trusted=True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    assert fits(half, RTX, "SM89") and not fits(half, RTX, "SM89", trusted=True)
     again = rebuild(half, RTX, "SM89")
-    assert fits(again, RTX, "SM89", vouched=True), "of two plans for a device, the one that was built last"
+    assert fits(again, RTX, "SM89", trusted=True), "of two plans for a device, the one that was built last"
 
 
 def test_profiles_are_in_the_plan_and_in_the_manifest_and_are_built_again(tmp_path: Path) -> None:
@@ -146,7 +146,9 @@ def test_profiles_are_in_the_plan_and_in_the_manifest_and_are_built_again(tmp_pa
 
 def test_a_profile_outside_the_dims_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     module, args, shapes = small_example()
-    with pytest.raises(UsageError, match="a profile has batch from 1 over 2 to 5; give min ≤ opt ≤ max from 1 to 4"):
+    with pytest.raises(
+        UsageError, match="a profile has batch from 1 over 2 to 5; give min ≤ opt ≤ max within the dim's range, 1 to 4"
+    ):
         attnforge.deploy(module, args, tmp_path / "b", shapes, targets=[RTX], profiles=[{"batch": (1, 2, 5)}])
     assert list(tmp_path.iterdir()) == []
 

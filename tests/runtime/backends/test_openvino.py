@@ -1,5 +1,5 @@
-"""The OpenVINO backend for any sizes, threads and callers, and its graph with attention in blocks. That it is right is
-seen in test_registered too."""
+"""The OpenVINO backend with varying sizes, threads and callers, and its graph with attention in blocks. Its results are
+checked in test_registered as well."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def feeds_of(bundle: Bundle, **sizes: int) -> dict[str, np.ndarray]:
     return reference.make_inputs(reference.at(bundle.manifest.inputs, sizes), bundle.manifest.inputs, {})
 
 
-def test_shapes_that_come_again_are_compiled_for_and_give_the_same(encoder: Bundle) -> None:
-    with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as other:
+def test_repeated_shapes_are_compiled_for_and_give_the_same_results(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as baseline:
         weights = session.memory.weights
         assert weights is not None
         for tokens in (5, 17):
@@ -65,13 +65,13 @@ def test_shapes_that_come_again_are_compiled_for_and_give_the_same(encoder: Bund
             first = session.run(feeds)
             before = session.memory.weights
             again, third = session.run(feeds), session.run(feeds)
-            assert session.memory.weights == (before or 0) + weights  # a compiled model more
+            assert session.memory.weights == (before or 0) + weights  # one more compiled model
             for result in (first, again, third):
-                np.testing.assert_allclose(result["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(result["output"], baseline.run(feeds)["output"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_cause_of_an_error_is_kept(encoder: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO says it last, behind the files in which it was raised."""
+    """OpenVINO reports it last, after the source files that it was raised in."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17]> sums (float[4] x) => (float[4] y) { y = Add(x, x) }'
     )
@@ -86,7 +86,7 @@ def test_the_cause_of_an_error_is_kept(encoder: Bundle, monkeypatch: pytest.Monk
             session.run(feeds_of(encoder, batch=1, tokens=3))
 
 
-def test_only_so_many_shapes_are_compiled_for(encoder: Bundle) -> None:
+def test_the_number_of_shapes_compiled_for_is_bounded(encoder: Bundle) -> None:
     with attnforge.load(encoder, "openvino") as session:
         weights = session.memory.weights or 0
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_only_so_many_shapes_are_compiled_for(encoder: Bundle) -> None:
         kept = dict(backend._special)
         for tokens in range(openvino.SPECIALIZED + 4, 0, -1):
             session.run(feeds_of(encoder, batch=1, tokens=tokens))
-        assert backend._special == kept  # none gave way to another
+        assert backend._special == kept  # no entry was evicted
 
 
 def test_many_threads_get_their_own_answers(encoder: Bundle) -> None:
@@ -114,20 +114,20 @@ def test_many_threads_get_their_own_answers(encoder: Bundle) -> None:
         assert session.memory.contexts <= 3
 
 
-def test_answers_stay_as_they_are_when_the_next_is_asked_for(encoder: Bundle) -> None:
+def test_a_later_call_does_not_change_earlier_outputs(encoder: Bundle) -> None:
     with attnforge.load(encoder, "openvino") as session:
         first = session.run(feeds_of(encoder, batch=1, tokens=8))["output"]
         kept = first.copy()
-        other = {
+        changed = {
             name: (49 if value.dtype == int else 1) - value
             for name, value in feeds_of(encoder, batch=1, tokens=8).items()
             if value.dtype != bool
         }
-        session.run({**feeds_of(encoder, batch=1, tokens=8), **other})
+        session.run({**feeds_of(encoder, batch=1, tokens=8), **changed})
         np.testing.assert_array_equal(first, kept)
 
 
-def test_outputs_go_where_they_are_wanted(encoder: Bundle) -> None:
+def test_outputs_are_written_to_the_given_arrays(encoder: Bundle) -> None:
     feeds = feeds_of(encoder, batch=2, tokens=6)
     with attnforge.load(encoder, "openvino") as session:
         expected = session.run(feeds)["output"]
@@ -145,22 +145,22 @@ def test_bfloat16_arrays_in_and_out(tmp_path: Path) -> None:
     module, args, shapes = build_model("self-attention")
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", ["onnxruntime"], tune=False)
     feeds = feeds_of(bundle, batch=2, tokens=5)
-    with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as other:
+    with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as baseline:
         results = [session.run(feeds)["output"] for _ in range(3)]
-        expected = other.run(feeds)["output"].astype(np.float32)
+        expected = baseline.run(feeds)["output"].astype(np.float32)
     assert all(result.dtype == BFLOAT16 for result in results)
     for result in results:
         np.testing.assert_allclose(result.astype(np.float32), expected, rtol=0.05, atol=0.02)
 
 
-def test_threads_are_as_told(encoder: Bundle) -> None:
+def test_the_number_of_threads_is_the_requested_one(encoder: Bundle) -> None:
     with attnforge.load(encoder, "openvino", threads=1) as session:
         backend = session._backend
         assert isinstance(backend, openvino.OpenVino)
         assert backend._properties["INFERENCE_NUM_THREADS"] == 1
 
 
-def test_a_closed_session_says_so(encoder: Bundle) -> None:
+def test_a_closed_session_raises(encoder: Bundle) -> None:
     session = attnforge.load(encoder, "openvino")
     session.close()
     with pytest.raises(UsageError, match="closed"):
@@ -173,16 +173,16 @@ def test_by_default_it_is_verified_only_where_auto_may_load_it(encoder: Bundle) 
     assert attnforge.load(encoder).backend == "onnxruntime-cpu"
 
 
-def test_arrays_that_may_not_be_written_to_are_read(encoder: Bundle) -> None:
+def test_read_only_arrays_are_accepted(encoder: Bundle) -> None:
     feeds = feeds_of(encoder, batch=2, tokens=6)
     for array in feeds.values():
         array.flags.writeable = False
-    with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as other:
-        np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+    with attnforge.load(encoder, "openvino") as session, attnforge.load(encoder, "onnxruntime-cpu") as baseline:
+        np.testing.assert_allclose(session.run(feeds)["output"], baseline.run(feeds)["output"], rtol=1e-4, atol=1e-5)
 
 
-def test_copies_of_them_live_until_the_run_is_done(small: DeploySmall) -> None:
-    """Of four inputs, the first copy's memory was given to the next ones before OpenVINO read it."""
+def test_copies_of_read_only_arrays_live_until_the_run_is_done(small: DeploySmall) -> None:
+    """With four inputs, the memory of the first copy was reused for the next ones before OpenVINO read it."""
     with attnforge.load(small("fp32"), "openvino") as session:
 
         def run(feeds: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -193,7 +193,7 @@ def test_copies_of_them_live_until_the_run_is_done(small: DeploySmall) -> None:
         assert hold(session.bundle, "openvino", run).missed is None
 
 
-def test_a_bundle_that_is_replaced_is_not_half_of_what_is_loaded(encoder: Bundle, tmp_path: Path) -> None:
+def test_replacing_the_bundle_does_not_affect_a_loaded_session(encoder: Bundle, tmp_path: Path) -> None:
     shutil.copytree(encoder.path, tmp_path / "b")
     feeds = feeds_of(encoder, batch=2, tokens=6)
     with attnforge.load(tmp_path / "b", "openvino") as session:
@@ -203,7 +203,7 @@ def test_a_bundle_that_is_replaced_is_not_half_of_what_is_loaded(encoder: Bundle
             np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
 
 
-# --- what OpenVINO is given -------------------------------------------------------------------------------------------
+# --- the graph that OpenVINO is given ---------------------------------------------------------------------------------
 
 
 def graph_of(bundle: Bundle) -> Any:
@@ -216,7 +216,7 @@ def operators(model: Any) -> Counter[str]:
     return Counter(node.get_type_name() for node in model.get_ordered_ops())
 
 
-def test_attention_is_given_as_products_with_nothing_between_it_and_its_transposes(tmp_path: Path) -> None:
+def test_attention_is_passed_as_products_directly_connected_to_their_transposes(tmp_path: Path) -> None:
     module, args, shapes = build_model("patch-attention", image_size=32, max_image_size=32, max_batch=1)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     written, given = operators(graph_of(bundle)), prepared(graph_of(bundle), widen=True)
@@ -230,7 +230,7 @@ def test_attention_is_given_as_products_with_nothing_between_it_and_its_transpos
     assert operators(given)["Transpose"] == written["Transpose"]
 
 
-def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path: Path) -> None:
+def test_16_bit_types_remain_only_in_inputs_outputs_and_weights(tmp_path: Path) -> None:
     module, args, shapes = build_model("vit")
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", ["onnxruntime"], tune=False)
     written, given = graph_of(bundle), prepared(graph_of(bundle), widen=True)
@@ -249,7 +249,7 @@ def test_16_bits_are_left_at_the_inputs_and_outputs_and_in_the_weights(tmp_path:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
+def test_large_16_bit_weights_are_not_also_kept_in_fp32(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50)
@@ -269,8 +269,8 @@ def test_large_weights_of_16_bits_are_not_held_in_fp32_as_well(
     assert softmax.get_output_element_type(0).get_type_name() == {"fp16": "f16", "bf16": "bf16"}[precision]
 
 
-def test_the_weights_told_are_the_graphs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though those of ONNX Runtime, which computes bf16 in fp32, lie in the same file."""
+def test_reported_weights_are_those_of_the_graph_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of ONNX Runtime, which computes bf16 in fp32, are in the same file but do not count."""
     module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50)
     monkeypatch.setattr("attnforge.export.graphs.saving.SHELVED", 1)
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, "bf16", ["onnxruntime"], tune=False)
@@ -279,19 +279,19 @@ def test_the_weights_told_are_the_graphs_own(tmp_path: Path, monkeypatch: pytest
         assert session.memory.weights == pytest.approx(2 * numbers, rel=0.01)
 
 
-def test_it_is_the_same_function_as_the_graph_that_it_is_made_of(encoder: Bundle) -> None:
+def test_the_rewritten_graph_computes_the_same_function_as_the_original(encoder: Bundle) -> None:
     from openvino import Core
 
-    found = []
+    outputs = []
     for model in (graph_of(encoder), prepared(graph_of(encoder), widen=True)):
         compiled = Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        found.append([compiled(feeds_of(encoder, batch=n, tokens=5 * n))[0] for n in (1, 2, 3)])
-    for written, given in zip(*found, strict=True):
+        outputs.append([compiled(feeds_of(encoder, batch=n, tokens=5 * n))[0] for n in (1, 2, 3)])
+    for written, given in zip(*outputs, strict=True):
         np.testing.assert_allclose(given, written, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("on", ["rewriting", "compiling"])
-def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
+def test_the_original_graph_runs_where_openvino_does_not_accept_the_rewritten_one(
     encoder: Bundle, on: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeds = feeds_of(encoder, batch=2, tokens=6)
@@ -316,11 +316,11 @@ def test_what_openvino_does_not_take_rewritten_runs_as_it_is_written(
     monkeypatch.setattr(openvino.OpenVino, "_compile", compiled)
     with attnforge.load(encoder, "openvino") as session:
         np.testing.assert_allclose(session.run(feeds)["output"], expected, rtol=1e-4, atol=1e-5)
-    assert "does not take" in caplog.text and len(rewritten) == (on == "compiling")
+    assert "does not accept" in caplog.text and len(rewritten) == (on == "compiling")
 
 
 class Numbers(nn.Module):
-    """A function of whole numbers beside floating-point ones."""
+    """An integer function next to a floating-point one."""
 
     def __init__(self, function: Any, buffer: int = 0) -> None:
         super().__init__()
@@ -350,10 +350,10 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_whole_numbers_that_it_gets_wrong_are_seen(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_integer_results_are_detected(name: str, tmp_path: Path) -> None:
     """OpenVINO computes int64 in 32 bits, and remainders, quotients and comparisons in fp32."""
-    function, case = WRONG[what]
+    function, case = WRONG[name]
     args = torch.randn(2, 8, 16), torch.tensor([5, 8])
     module = Numbers(function, buffer=2**40 + 3)
     bundle = attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
@@ -363,7 +363,7 @@ def test_whole_numbers_that_it_gets_wrong_are_seen(what: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("example", [0.0, 0.5])
-def test_a_bias_of_minus_infinity_alone_is_seen(example: float, tmp_path: Path) -> None:
+def test_a_bias_of_only_minus_infinity_is_detected(example: float, tmp_path: Path) -> None:
     class Biased(nn.Module):
         def forward(self, x: Tensor, bias: Tensor) -> Tensor:
             return attended(x, bias)
@@ -376,7 +376,7 @@ def test_a_bias_of_minus_infinity_alone_is_seen(example: float, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 1_700_000_000_000])
-def test_whole_numbers_beyond_its_32_bits_are_refused(number: int, tmp_path: Path) -> None:
+def test_integers_beyond_32_bits_are_refused(number: int, tmp_path: Path) -> None:
     args = torch.randn(2, 8, 16), torch.tensor([5, 8])
     module = Numbers(lambda x, n, _: n - 1)
     bundle = attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
@@ -390,9 +390,7 @@ def test_whole_numbers_beyond_its_32_bits_are_refused(number: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("example", "reason"), [(5, "integers-large, output_1"), (2**40, "has 1099511627776")])
-def test_auto_does_not_choose_it_for_whole_numbers_that_it_gets_wrong(
-    example: int, reason: str, tmp_path: Path
-) -> None:
+def test_auto_does_not_choose_it_where_integer_results_are_wrong(example: int, reason: str, tmp_path: Path) -> None:
     args = torch.randn(2, 8, 16), torch.tensor([example, 8])
     module = Numbers(lambda x, n, _: n + 1)
     bundle = attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
@@ -401,20 +399,22 @@ def test_auto_does_not_choose_it_for_whole_numbers_that_it_gets_wrong(
 
 
 def test_a_first_call_of_one_token_spoils_no_later_call(tmp_path: Path) -> None:
-    """OpenVINO 2026.4's kernel of attention without a mask stays as its first run made it."""
+    """The kernel of OpenVINO 2026.4 for attention without a mask keeps the state of its first run."""
     module, args, shapes = build_model("self-attention")
     bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
-    with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as other:
+    with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as baseline:
         for tokens in (1, 63, 17):
             feeds = feeds_of(bundle, batch=1, tokens=tokens)
-            np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                session.run(feeds)["output"], baseline.run(feeds)["output"], rtol=1e-4, atol=1e-5
+            )
 
 
 # --- attention in blocks ----------------------------------------------------------------------------------------------
 
 
 class Sees(nn.Module):
-    """A window of 16 keys beside causal attention, each with padding: `(batch, tokens, 32)` and `(batch, tokens)`, True
+    """A window of 16 keys and causal attention, each with padding: `(batch, tokens, 32)` and `(batch, tokens)`, True
     for words; two heads."""
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
@@ -426,7 +426,7 @@ class Sees(nn.Module):
 
 
 def in_blocks(folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
-    """Deployed at so few tokens that the rules would leave it as it is."""
+    """Deploy at so few tokens that the rules would leave attention undivided."""
     batch, tokens = Dim("batch", min=1, max=3), Dim("tokens", min=1, max=150)
     shapes = {name: {0: batch, 1: tokens} for name in ("x", "padding")}
     generator = torch.Generator().manual_seed(3)
@@ -452,30 +452,30 @@ def test_a_graph_with_blocks_is_what_openvino_runs(blocks: Bundle) -> None:
         assert operators(backend._model)["Softmax"] == 1 + 4
 
 
-def test_it_is_not_counted_among_what_is_fused(blocks: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_does_not_count_as_fused(blocks: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     certificate = blocks.manifest.attention
     assert set(certificate.fused) == {"onnxruntime"} == {site.target for site in certificate.unfused}
     assert isinstance(fused_by(certificate, "openvino"), str)
     assert all(site.targets[OPENVINO].kernel is site.targets[OPENVINO].reason is None for site in certificate.details)
     print_bundle(blocks)
-    said = capsys.readouterr().out
-    assert "openvino: MatMul·Softmax·MatMul, 4 blocks" in said and "causal: each block of queries" in said
+    printed = capsys.readouterr().out
+    assert "openvino: MatMul·Softmax·MatMul, 4 blocks" in printed and "causal: each block of queries" in printed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_blocks_keep_the_budget(precision: str, tmp_path: Path) -> None:
-    """By the reference cases: one token, a prime number of them, queries without keys, samples without words."""
+def test_blocks_are_within_the_budget(precision: str, tmp_path: Path) -> None:
+    """On the reference cases: one token, a prime number of tokens, queries without keys, samples without words."""
     bundle = in_blocks(tmp_path / "b", precision, tune=False)
     assert OPENVINO in bundle.manifest.targets
     report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
     assert {c.case for c in report.comparisons if not c.passed} <= {"denormal"}
 
 
-def test_shapes_that_come_again_run_in_blocks_too(blocks: Bundle) -> None:
-    with attnforge.load(blocks, "openvino") as session, attnforge.load(blocks, "onnxruntime-cpu") as other:
+def test_repeated_shapes_run_in_blocks_too(blocks: Bundle) -> None:
+    with attnforge.load(blocks, "openvino") as session, attnforge.load(blocks, "onnxruntime-cpu") as baseline:
         for tokens in (1, 4, 15, 16, 17, 113):
             feeds = feeds_of(blocks, batch=2, tokens=tokens)
-            (expected,) = other.run(feeds).values()
+            (expected,) = baseline.run(feeds).values()
             for _ in range(3):
                 (result,) = session.run(feeds).values()
                 np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
@@ -497,7 +497,7 @@ def test_a_bundle_without_that_graph_runs_as_before(blocks: Bundle, tmp_path: Pa
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_measuring_decides_and_nothing_is_written_where_nothing_is_gained(tmp_path: Path) -> None:
+def test_measuring_decides_and_nothing_is_written_without_a_gain(tmp_path: Path) -> None:
     bundle = in_blocks(tmp_path / "b", cache=False)
     record, sites = bundle.manifest.targets.get(OPENVINO), bundle.manifest.attention.details
     assert ("openvino/model.onnx" in bundle.manifest.files) == (record is not None)
@@ -535,12 +535,14 @@ def test_its_weights_are_those_of_the_other_graphs(tmp_path: Path, monkeypatch: 
         assert (OPENVINO in bundle.manifest.targets) == (many == 1)
         assert openvino.graph_of(bundle.manifest) == ("openvino.model.onnx" if many == 1 else CANONICAL)
         feeds = feeds_of(bundle, batch=2, tokens=9)
-        with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as other:
-            np.testing.assert_allclose(session.run(feeds)["output"], other.run(feeds)["output"], rtol=1e-4, atol=1e-5)
+        with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as baseline:
+            np.testing.assert_allclose(
+                session.run(feeds)["output"], baseline.run(feeds)["output"], rtol=1e-4, atol=1e-5
+            )
     assert sizes[0] == sizes[1]
 
 
-def test_tensors_on_the_way_are_those_of_its_own_graph(blocks: Bundle) -> None:
+def test_intermediate_tensors_are_those_of_its_own_graph(blocks: Bundle) -> None:
     names = [str(node.outputs[0].name) for node in load_graph(blocks, "openvino/model.onnx").graph]
     names = [name for name in names if name.endswith("add_1")] or names[-1:]
     tensors = tensors_on(blocks, "openvino", feeds_of(blocks, batch=1, tokens=20), names)

@@ -1,10 +1,10 @@
-"""Every name of TensorRT's that the code uses is one that TensorRT-RTX has, and TensorRT 11.4 too.
+"""Every TensorRT name that the code uses exists in TensorRT-RTX, and in TensorRT 11.4 too.
 
-TensorRT itself runs only where a GPU is. Its Python bindings are a package of their own, and what they define can be
-read anywhere once the C functions that they are linked to exist: a library of stubs has these, in a process of its own,
-where nothing is ever called.
+TensorRT itself runs only on a GPU. Its Python bindings are a separate package, and their definitions can be inspected
+on any machine once the C functions that they are linked to exist: a stub library provides these in a separate process,
+which never calls them.
 
-The code names TensorRT's objects for what they are, so who is asked for what can be read off the source.
+The code names TensorRT's objects after their classes, so the class whose members are used follows from the source.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OBJECTS = {
     "timing_cache": "ITimingCache",
     "trt": "trt",
 }
-"""What a variable, parameter or attribute of this name holds, leading underscores aside; an exception is no object."""
+"""The class of a variable, parameter or attribute of this name, without leading underscores; exceptions have none."""
 
 RTX_ONLY = {
     "CudaGraphStrategy.DISABLED",
@@ -66,7 +66,7 @@ RTX_ONLY = {
     "trt.DynamicShapesKernelSpecializationStrategy",
     "trt.EngineValidity",
 }
-"""What TensorRT-RTX alone has. The code asks which of the two it was given before it uses them."""
+"""Names that only TensorRT-RTX has. The code checks which of the two it was given before it uses them."""
 
 BY_POLYGRAPHY = {
     "Builder.build_serialized_network",
@@ -87,10 +87,10 @@ BY_POLYGRAPHY = {
     "trt.Builder",
     "trt.OnnxParser",
 }
-"""What Polygraphy's loaders ask of either TensorRT for the builder."""
+"""Names that Polygraphy's loaders use of either TensorRT."""
 
 BY_POLYGRAPHY_RTX = {"IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability"}
-"""And what they ask of TensorRT-RTX alone."""
+"""Names that they use of TensorRT-RTX alone."""
 
 LIBRARIES = ("libnvinfer.so.11", "libnvinfer_plugin.so.11", "libnvonnxparser.so.11")
 SYMBOLS = (
@@ -98,17 +98,17 @@ SYMBOLS = (
     "createNvOnnxParserRefitter_INTERNAL", "createNvOnnxParser_INTERNAL", "getBuilderPluginRegistry",
     "getNvOnnxParserVersion", "getPluginRegistry", "initLibNvInferPlugins",
 )  # fmt: skip
-"""All that TensorRT 11.4's bindings take from these libraries; of one that is missing, the import says the name."""
+"""All symbols that TensorRT 11.4's bindings import from these libraries; the import error names a missing one."""
 
 
 @dataclass(frozen=True)
 class Api:
-    """What a TensorRT module defines.
+    """The definitions of a TensorRT module.
 
     Attributes:
         version: of the module.
         members: names by class, and the module's own under "trt".
-        returns: class that a method returns an object of, by "Class.method".
+        returns: class of the object that a method returns, by "Class.method".
     """
 
     version: str
@@ -121,7 +121,7 @@ class Api:
 
 
 def describe(module: str) -> None:
-    """Print an :class:`Api` as JSON. Its source is what other processes run, so it imports what it needs."""
+    """Print an :class:`Api` as JSON. Other processes run its source, so it imports all that it needs."""
     import importlib
     import json
     import re
@@ -149,7 +149,7 @@ def api(module: str, **environment: str) -> Api:
 
 @pytest.fixture(scope="module")
 def rtx() -> Api:
-    """TensorRT-RTX, as it is installed."""
+    """TensorRT-RTX as installed."""
     return api("tensorrt_rtx")
 
 
@@ -160,7 +160,7 @@ def tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Api:
         pytest.skip("TensorRT's bindings are not installed; pip install --no-deps tensorrt_cu13_bindings")
     if sys.platform != "linux":
         pytest.skip("TensorRT's bindings are linked to stubs on Linux only")
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("no C compiler to make the stubs with that TensorRT's bindings are linked to")
     folder = tmp_path_factory.mktemp("stubs")
@@ -173,7 +173,7 @@ def tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Api:
 
 @dataclass(frozen=True)
 class Use:
-    """A name of TensorRT's in the source, such as "Builder.create_network" or "trt.Builder"."""
+    """A TensorRT name in the source, such as "Builder.create_network" or "trt.Builder"."""
 
     name: str
     file: str
@@ -181,11 +181,11 @@ class Use:
 
 
 class Reader:
-    """Reads off a source what it asks of TensorRT.
+    """Collects the TensorRT names that a source uses.
 
     Attributes:
         uses: every name.
-        misnamed: what :data:`OBJECTS` would take for another object, or for none.
+        misnamed: assignments whose name :data:`OBJECTS` has under another class, or not at all.
     """
 
     def __init__(self, file: str, source: str, api: Api) -> None:
@@ -219,7 +219,7 @@ class Reader:
             yield Use(f"{owner}.{name}", self._file, node.lineno)
 
     def _class_of(self, node: ast.expr | None) -> str | None:
-        """The class, "trt" for the module, that a member of `node` is a member of, as far as that can be told."""
+        """Return the class of `node`, "trt" for the module, None where it cannot be inferred."""
         match node:
             case ast.Call(ast.Attribute(value=value, attr=name)):
                 owner = self._class_of(value)
@@ -245,11 +245,11 @@ class Reader:
                 targets = [target]
             case _:
                 return
-        for one in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
-            what = self._class_of(one)
-            for name in targets if what in OBJECTS.values() else []:
-                if self._class_of(name) != what:
-                    yield f"{self._file}:{node.lineno}: {ast.unparse(name)} is of {what}"
+        for branch in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
+            owner = self._class_of(branch)
+            for name in targets if owner in OBJECTS.values() else []:
+                if self._class_of(name) != owner:
+                    yield f"{self._file}:{node.lineno}: {ast.unparse(name)} is of {owner}"
 
 
 def sources() -> dict[str, str]:
@@ -283,20 +283,22 @@ def test_tensorrt_has_every_name(readers: list[Reader], tensorrt: Api) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_names_of_tensorrt_rtx_alone_are_used_and_are_its_alone(readers: list[Reader], rtx: Api, tensorrt: Api) -> None:
+def test_names_of_tensorrt_rtx_alone_are_used_and_only_it_has_them(
+    readers: list[Reader], rtx: Api, tensorrt: Api
+) -> None:
     used = {use.name for reader in readers for use in reader.uses}
     assert used >= RTX_ONLY
     assert {name for name in RTX_ONLY if name not in rtx} == set()
     assert {name for name in RTX_ONLY if name in tensorrt} == set()
 
 
-def test_objects_are_named_for_what_they_are(readers: list[Reader]) -> None:
-    wrong = [one for reader in readers for one in reader.misnamed]
+def test_objects_are_named_after_their_classes(readers: list[Reader]) -> None:
+    wrong = [line for reader in readers for line in reader.misnamed]
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_is_read_is_what_the_code_uses(readers: list[Reader]) -> None:
-    """Nothing found would be nothing wrong."""
+def test_the_reader_collects_the_names_that_the_code_uses(readers: list[Reader]) -> None:
+    """A reader that collects no names would report no errors."""
     assert {"export/tensorrt/process.py", "runtime/backends/tensorrt.py"} <= sources().keys()
     used = {use.name for reader in readers for use in reader.uses}
     assert used >= {
@@ -313,7 +315,7 @@ def test_what_is_read_is_what_the_code_uses(readers: list[Reader]) -> None:
     assert len(used) >= 30
 
 
-def test_both_have_what_polygraphy_asks_of_them(rtx: Api, tensorrt: Api) -> None:
+def test_both_have_the_names_that_polygraphy_uses(rtx: Api, tensorrt: Api) -> None:
     folder = Path(str(next(iter(find_spec("polygraphy").submodule_search_locations)))) / "backend"  # type: ignore
     text = "".join(
         file.read_text(encoding="utf-8") for name in ("trt", "tensorrt_rtx") for file in (folder / name).glob("*.py")
@@ -325,13 +327,13 @@ def test_both_have_what_polygraphy_asks_of_them(rtx: Api, tensorrt: Api) -> None
     assert {name for name in BY_POLYGRAPHY_RTX if name in tensorrt} == set()
 
 
-def test_the_two_are_the_versions_that_they_are_said_to_be(rtx: Api, tensorrt: Api) -> None:
-    """Objects of both have their many members, so that "is there" means something."""
+def test_the_two_have_the_expected_versions(rtx: Api, tensorrt: Api) -> None:
+    """Both define many members, so the checks for presence are meaningful."""
     assert rtx.version.startswith("1.") and tensorrt.version.startswith("11.")
-    for one in (rtx, tensorrt):
-        assert len(one.members["trt"]) > 100 and len(one.members["ICudaEngine"]) > 30
-        assert "ICudaEngine.nonsense" not in one and "Nonsense.name" not in one
-        assert one.returns["ICudaEngine.create_execution_context"] == "IExecutionContext"
+    for library in (rtx, tensorrt):
+        assert len(library.members["trt"]) > 100 and len(library.members["ICudaEngine"]) > 30
+        assert "ICudaEngine.nonsense" not in library and "Nonsense.name" not in library
+        assert library.returns["ICudaEngine.create_execution_context"] == "IExecutionContext"
 
 
 PLANTED = """
@@ -357,7 +359,7 @@ class Runner:
 """
 
 
-def test_the_reader_finds_what_is_wrong(rtx: Api) -> None:
+def test_the_reader_finds_planted_errors(rtx: Api) -> None:
     reader = Reader("planted.py", PLANTED, rtx)
     assert unknown([reader], rtx) == [
         f"planted.py:{line}: {name} is not in {rtx.version}"

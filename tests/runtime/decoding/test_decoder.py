@@ -1,5 +1,5 @@
-"""Decoders: every way to give a sequence gives the module's own answers, caches stay where they are, and what cannot be
-taken is refused before anything is written."""
+"""Decoders: every way to feed a sequence gives the module's own outputs, caches keep their memory, and invalid inputs
+are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def session(decoders: DeployDecoder, request: pytest.FixtureRequest) -> Iterator
 def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
     decoders: DeployDecoder, kind: str, precision: str, backend: str
 ) -> None:
-    """Each kind at one precision; `benchmarks.experiments.false_alarms` draws decoders at every one."""
+    """Each kind at one precision; `benchmarks.experiments.false_alarms` samples decoders at every precision."""
     report = attnforge.verify(decoders(kind, precision), [backend]).backends[backend]
     assert report.passed, report.failures
     schedules = {comparison.schedule for comparison in report.comparisons}
@@ -63,18 +63,18 @@ def test_a_decoder_is_the_same_function_in_every_order_of_its_tokens(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_and_steps_to_the_last_place(decoders: DeployDecoder, kind: str) -> None:
+def test_a_prompt_and_steps_to_the_last_position(decoders: DeployDecoder, kind: str) -> None:
     tokens = ids(3, PLACES)
     expected = eager(kind, tokens)
     with attnforge.load(decoders(kind, "fp32"), "onnxruntime-cpu") as session:
         decoder = session.decoder(3)
-        answers = [decoder.prefill(tokens[:, :30])]  # more than one run may have
-        answers += [decoder.step(tokens[:, place]) for place in range(30, PLACES)]
+        answers = [decoder.prefill(tokens[:, :30])]  # more tokens than one run accepts
+        answers += [decoder.step(tokens[:, position]) for position in range(30, PLACES)]
     assert relative_error(np.stack(answers, axis=1), expected[:, 29:]) < CLOSE
     assert decoder.lengths.tolist() == [PLACES] * 3
 
 
-def test_samples_of_lengths_of_their_own(session: Session) -> None:
+def test_samples_of_different_lengths(session: Session) -> None:
     tokens = ids(3, 20)
     expected = eager("rotary", tokens)
     lengths = np.array([1, 9, 20])
@@ -89,7 +89,7 @@ def test_samples_of_lengths_of_their_own(session: Session) -> None:
     assert relative_error(answer[:2], np.stack([expected[0, 1], expected[1, 9]])) < CLOSE
 
 
-def test_fork_goes_on_from_one_prompt_several_times(session: Session) -> None:
+def test_fork_continues_one_prompt_several_times(session: Session) -> None:
     tokens = ids(1, 12)
     prompt, ends = tokens[:, :8], [tokens[0, 8:], ids(4, seed=1), ids(4, seed=2)]
     first = session.decoder()
@@ -102,7 +102,7 @@ def test_fork_goes_on_from_one_prompt_several_times(session: Session) -> None:
     assert several.lengths.tolist() == [12] * 3 and first.lengths.tolist() == [11]
 
 
-def test_what_is_cropped_is_forgotten(session: Session) -> None:
+def test_cropped_tokens_are_forgotten(session: Session) -> None:
     tokens = ids(2, 16)
     decoder = session.decoder(2)
     decoder.prefill(np.concatenate([tokens[:, :6], ids(2, 9, seed=5)], axis=1))
@@ -115,8 +115,8 @@ def test_what_is_cropped_is_forgotten(session: Session) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rotary", "uneven"])
-def test_numbers_that_were_cropped_reach_nobody(decoders: DeployDecoder, kind: str) -> None:
-    """NaN times a weight of zero is NaN, so a place that is hidden must not hold one."""
+def test_cropped_numbers_do_not_reach_outputs(decoders: DeployDecoder, kind: str) -> None:
+    """NaN times a weight of zero is NaN, so a hidden position must not contain NaN."""
     tokens = ids(2, 10)
     with attnforge.load(decoders(kind, "fp32"), "onnxruntime-cpu") as session:
         decoder = session.decoder(2)
@@ -137,7 +137,7 @@ def test_torch_in_torch_out(session: Session) -> None:
     assert isinstance(answer, torch.Tensor) and answer.shape == (2, VOCABULARY)
 
 
-def test_an_answer_stays_what_it_was(session: Session) -> None:
+def test_a_later_step_does_not_change_an_earlier_answer(session: Session) -> None:
     decoder = session.decoder()
     decoder.prefill(ids(1, 3))
     answer = decoder.step(np.array([1]))
@@ -158,7 +158,7 @@ WRONG_OUT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", WRONG_OUT)
-def test_where_an_answer_cannot_be_written_no_token_is_taken(session: Session, case: str) -> None:
+def test_no_token_is_appended_where_the_output_cannot_be_written(session: Session, case: str) -> None:
     decoder = session.decoder(2)
     decoder.prefill(ids(2, 3))
     with pytest.raises(InputError, match=r"output|input"):
@@ -166,7 +166,7 @@ def test_where_an_answer_cannot_be_written_no_token_is_taken(session: Session, c
     assert decoder.lengths.tolist() == [3, 3]
 
 
-def test_answers_are_written_with_gaps_and_to_torch(session: Session) -> None:
+def test_answers_are_written_to_strided_arrays_and_torch_tensors(session: Session) -> None:
     decoder, same = session.decoder(2), session.decoder(2)
     several = np.zeros((2, 3, VOCABULARY), np.float32)
     for position, tokens in enumerate(ids(3, 2)):
@@ -176,7 +176,7 @@ def test_answers_are_written_with_gaps_and_to_torch(session: Session) -> None:
     assert decoder.step(ids(2), out=out) is out and np.array_equal(out.numpy(), same.step(ids(2)))
 
 
-def test_numbers_that_are_not_whole(session: Session) -> None:
+def test_numbers_that_are_no_integers(session: Session) -> None:
     for batch in (2.0, "2", None):
         with pytest.raises(InputError, match=f"batch is {batch!r}; give a whole number"):
             session.decoder(batch)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def test_numbers_that_are_not_whole(session: Session) -> None:
         session.generate([np.array([1])], 2.0)  # type: ignore[arg-type]
 
 
-def test_rows_of_several_lengths_are_no_array(session: Session) -> None:
+def test_rows_of_different_lengths_are_refused_as_an_array(session: Session) -> None:
     decoder = session.decoder(2)
     calls: list[Callable[[], object]] = [
         lambda: decoder.step([[1, 2], [1]]),
@@ -197,23 +197,23 @@ def test_rows_of_several_lengths_are_no_array(session: Session) -> None:
         lambda: decoder.prefill(ids(2, 3), lengths=[[1], [1, 2]]),
     ]
     for call in calls:
-        with pytest.raises(InputError, match=r"cannot be made an array: .*; give rows of one length"):
+        with pytest.raises(InputError, match=r"cannot be converted to an array: .*; give rows of one length"):
             call()
     assert decoder.lengths.tolist() == [0, 0]
 
 
-def test_a_decoder_stays_in_its_process(session: Session) -> None:
-    with pytest.raises(UsageError, match=r"cannot be pickled or copied; fork\(\) makes another here"):
+def test_a_decoder_cannot_be_pickled(session: Session) -> None:
+    with pytest.raises(UsageError, match=r"cannot be pickled or copied; fork\(\) makes another one here"):
         pickle.dumps(session.decoder())
 
 
-def test_whole_sequences_are_answered_as_before(session: Session) -> None:
+def test_whole_sequences_run_as_before(session: Session) -> None:
     tokens = ids(2, 11)
     assert relative_error(session(tokens), eager("rotary", tokens)) < CLOSE
     assert isinstance(session(torch.from_numpy(tokens)), torch.Tensor)
 
 
-# --- where caches are -------------------------------------------------------------------------------------------------
+# --- memory of caches -------------------------------------------------------------------------------------------------
 
 
 def caches(decoder: Decoder) -> list[Array]:
@@ -223,68 +223,68 @@ def caches(decoder: Decoder) -> list[Array]:
 def in_memory() -> int:
     now = resident()
     if now is None:
-        pytest.skip("the system does not say how much of a process is in memory")
+        pytest.skip("the system does not report how much of a process is in memory")
     return now
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_caches_stay_in_place_and_nothing_grows(decoders: DeployDecoder, backend: str) -> None:
-    """A thousand steps: each writes one place of every cache, where it is, and memory does not grow."""
+    """A thousand steps: each writes one position of every cache in place, and memory does not grow."""
     with attnforge.load(decoders("rotary", "fp32"), backend) as session:
-        decoder, one = session.decoder(2), ids(2)
-        where = [cache.ctypes.data for cache in caches(decoder)]
+        decoder, tokens = session.decoder(2), ids(2)
+        addresses = [cache.ctypes.data for cache in caches(decoder)]
 
         def run(steps: int) -> None:
             for _ in range(steps):
                 if decoder.lengths.max() == PLACES:
                     decoder.reset()
-                decoder.step(one)
+                decoder.step(tokens)
 
         run(200)
         before = in_memory()
         run(1000)
         assert in_memory() - before < 2**20
-        assert [cache.ctypes.data for cache in caches(decoder)] == where
+        assert [cache.ctypes.data for cache in caches(decoder)] == addresses
         decoder.reset()
-        decoder.step(one)
+        decoder.step(tokens)
         assert all(cache[:, :, :1].any() and not cache[:, :, 1:].any() for cache in caches(decoder))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_behind_ever_more_tokens_keep_no_kernels(tmp_path: Path, backend: str) -> None:
-    """Nine hundred steps, each behind a number of tokens that is new. OpenVINO, as it comes, holds 400 MiB more."""
+def test_steps_after_ever_more_tokens_keep_no_kernels(tmp_path: Path, backend: str) -> None:
+    """Nine hundred steps, each after a new number of tokens. OpenVINO with its defaults keeps 400 MiB more."""
     module, args, shapes = build_model("decoder", max_tokens=1024)
     bundle = attnforge.deploy(
         module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, cache_tokens=1024
     )
     with attnforge.load(bundle, backend) as session:
-        decoder, one = session.decoder(), np.ones(1, np.int64)
+        decoder, tokens = session.decoder(), np.ones(1, np.int64)
         for _ in range(100):
-            decoder.step(one)
+            decoder.step(tokens)
         before = in_memory()
         for _ in range(900):
-            decoder.step(one)
+            decoder.step(tokens)
         assert in_memory() - before < 2**26
 
 
-def test_decoders_of_many_threads_answer_as_one_does(session: Session) -> None:
+def test_decoders_in_many_threads_answer_as_in_one(session: Session) -> None:
     def decode(seed: int) -> Array:
         decoder, tokens = session.decoder(2), ids(2, 200, seed=seed)
         answers = []
-        for place in range(200):
+        for position in range(200):
             if decoder.lengths.max() == PLACES:
                 decoder.crop(5)
-            answers.append(decoder.step(tokens[:, place]))
+            answers.append(decoder.step(tokens[:, position]))
         return np.stack(answers)
 
     alone = [decode(seed) for seed in range(16)]
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(decode, range(16)))
-    assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert all(np.array_equal(answer, expected) for expected, answer in zip(alone, together, strict=True))
 
 
-def test_memory_is_said_before_it_is_taken(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 2 * 2 * 2 * PLACES * 16 * 4  # layers, keys and values, heads, places, head size, bytes
+def test_memory_is_reported_before_it_is_allocated(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * 2 * 2 * PLACES * 16 * 4  # layers, keys and values, heads, positions, head size, bytes
     assert session.decoder(3).nbytes == 3 * size
     assert session.bundle.manifest.decoding is not None
     assert session.bundle.manifest.decoding.bytes_a_sample == size
@@ -294,30 +294,30 @@ def test_memory_is_said_before_it_is_taken(session: Session, monkeypatch: pytest
         session.decoder(2)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a prompt longer than the cache": (lambda d: d.prefill(ids(2, PLACES - 2)), r"sample 0 has 3 tokens .* 38 more"),
-    "ids outside the table": (lambda d: d.step(np.array([0, VOCABULARY])), r"has the id 50; the table has 0 to 49"),
+    "ids outside the table": (lambda d: d.step(np.array([0, VOCABULARY])), r"has the id 50; the table's ids are 0 to"),
     "negative ids": (lambda d: d.step(np.array([-1, 0])), r"has the id -1"),
     "another batch": (lambda d: d.step(np.array([1])), r"has the shape \[1\]; give \(2\)"),
     "another rank": (lambda d: d.prefill(ids(2, 3, 1)), r"has the shape \[2, 3, 1\]; give \(2, tokens\)"),
     "numbers that are no ids": (lambda d: d.step(np.zeros(2, np.float32)), r"is float32; the model takes int64"),
     "rows of another batch": (lambda d: d.prefill([ids(3)]), r"tokens of 1 samples were given; this decoder has 2"),
     "rows and lengths": (lambda d: d.prefill([ids(3), ids(2)], [3, 2]), r"leave lengths out"),
-    "lengths out of range": (lambda d: d.prefill(ids(2, 3), [4, 1]), r"lengths \[4, 1\] of rows of 3 tokens"),
+    "lengths out of range": (lambda d: d.prefill(ids(2, 3), [4, 1]), r"lengths are \[4, 1\], of rows of 3 tokens"),
     "lengths of another batch": (lambda d: d.prefill(ids(2, 3), [1, 2, 3]), r"lengths are int64\[3\]"),
     "lengths that are no numbers": (lambda d: d.prefill(ids(2, 3), [0.5, 1]), r"lengths are float64"),
     "no token": (lambda d: d.prefill([ids(3), ids(0)]), r"sample 1 has no token"),
-    "keeping more than is there": (lambda d: d.crop([3, 4]), r"sample 1 is to keep 4 tokens and has 3"),
-    "keeping less than nothing": (lambda d: d.crop(-1), r"sample 0 is to keep -1 tokens"),
-    "a sample that is not there": (lambda d: d.fork([2]), r"no sample 2; there are 0 to 1"),
-    "more samples than the bundle takes": (lambda d: d.fork([0] * 5), r"5 samples were asked for; .* 1 to 4"),
+    "keeping more than is there": (lambda d: d.crop([3, 4]), r"sample 1 has 3 tokens, so 4 cannot be kept"),
+    "keeping less than nothing": (lambda d: d.crop(-1), r"so -1 cannot be kept"),
+    "a sample that is not there": (lambda d: d.fork([2]), r"no sample 2; samples are 0 to 1"),
+    "more samples than the bundle takes": (lambda d: d.fork([0] * 5), r"batch is 5; .* 1 to 4 samples"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_taken_is_refused_before_anything_is_written(session: Session, wrong: str) -> None:
+def test_invalid_inputs_are_refused_before_anything_is_written(session: Session, wrong: str) -> None:
     call, message = WRONG[wrong]
     decoder, tokens = session.decoder(2), ids(2, 4)
     decoder.prefill(tokens[:, :3])
@@ -328,10 +328,12 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_written(session: Ses
     assert relative_error(decoder.step(tokens[:, 3]), eager("rotary", tokens)[:, -1]) < CLOSE
 
 
-def test_a_step_beyond_the_last_place_leaves_the_decoder_whole(session: Session) -> None:
+def test_a_step_beyond_the_capacity_leaves_the_decoder_intact(session: Session) -> None:
     decoder, tokens = session.decoder(2), ids(2, PLACES)
     decoder.prefill([tokens[0], tokens[1, :5]])
-    with pytest.raises(InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; there are 40"):
+    with pytest.raises(
+        InputError, match=r"sample 0 has 40 tokens in the cache and 1 more were given; its capacity is 40"
+    ):
         decoder.step(tokens[:, 0])
     decoder.crop([20, 5])
     answer = decoder.step(np.array([tokens[0, 20], tokens[1, 5]]))
@@ -339,26 +341,28 @@ def test_a_step_beyond_the_last_place_leaves_the_decoder_whole(session: Session)
     assert relative_error(answer, np.stack([expected[0, 20], expected[1, 5]])) < CLOSE
 
 
-def test_another_thread_is_told_that_a_step_runs(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_from_another_thread_are_refused_while_a_step_runs(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = session.decoder()
     decoder.step(np.array([1]))
-    begun, go_on = threading.Event(), threading.Event()
+    started, proceed = threading.Event(), threading.Event()
     run = decoder._next
     assert run is not None
 
     def slowly() -> None:
-        begun.set()
-        assert go_on.wait(60)
+        started.set()
+        assert proceed.wait(60)
         run()
 
     monkeypatch.setattr(decoder, "_next", slowly)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(decoder.step, np.array([2]))
-        assert begun.wait(60)
+        assert started.wait(60)
         for call in (decoder.fork, decoder.reset, lambda: decoder.step(np.array([3]))):
             with pytest.raises(UsageError, match="this decoder runs in another thread"):
                 call()
-        go_on.set()
+        proceed.set()
         step.result()
     assert decoder.lengths.tolist() == [2]
 
@@ -390,7 +394,7 @@ def test_a_closed_session_runs_no_step(decoders: DeployDecoder) -> None:
         session.decoder()
 
 
-def test_a_bundle_without_a_cache_decodes_nothing(small: DeploySmall) -> None:
+def test_a_bundle_without_a_cache_has_no_decoder(small: DeploySmall) -> None:
     with (
         attnforge.load(small("fp32"), "onnxruntime-cpu") as session,
         pytest.raises(UsageError, match=r"has no cache, .* deploy it with cache_tokens"),
@@ -398,51 +402,49 @@ def test_a_bundle_without_a_cache_decodes_nothing(small: DeploySmall) -> None:
         session.decoder()
 
 
-def test_other_backends_say_that_they_have_no_steps(decoders: DeployDecoder) -> None:
-    with pytest.raises(UnavailableError, match="steps of a decoder run on onnxruntime-cpu, openvino so far"):
+def test_other_backends_report_that_they_have_no_steps(decoders: DeployDecoder) -> None:
+    with pytest.raises(UnavailableError, match="decoder steps run on onnxruntime-cpu, openvino only"):
         attnforge.load(decoders("rotary", "fp32"), "tensorrt_rtx")
     assert "tensorrt_rtx" in attnforge.verify(decoders("rotary", "fp32")).skipped
 
 
-def test_more_tokens_than_a_run_may_have_are_for_decoders(session: Session) -> None:
+def test_a_run_refuses_more_tokens_than_the_profile_has(session: Session) -> None:
     with pytest.raises(InputError, match=f"the profile takes 1 to {LONGEST}"):
         session(ids(1, LONGEST + 1))
 
 
-class _OffInTheEnd(Decoder):
-    """The last key of the first layer is 1% off, which shows in no answer yet."""
+class _OffAtTheEnd(Decoder):
+    """The last key of the first layer is 1% off, which affects no answer yet."""
 
     def cached(self, sample: int) -> dict[str, Array]:
-        held = super().cached(sample)
-        held["key_cache.0"][:, -1] *= 1.01
-        return held
+        contents = super().cached(sample)
+        contents["key_cache.0"][:, -1] *= 1.01
+        return contents
 
 
-def test_a_cache_that_is_off_is_named(decoders: DeployDecoder) -> None:
-    report = verified(decoders("rotary", "fp32"), _OffInTheEnd)
+def test_a_wrong_cache_is_named(decoders: DeployDecoder) -> None:
+    report = verified(decoders("rotary", "fp32"), _OffAtTheEnd)
     assert not report.passed
     assert {failure.output for failure in report.failures} == {"key_cache.0"}
     assert {failure.case for failure in report.failures} == {"example", "normal-prime"}
 
 
-def test_what_the_caches_hold(session: Session) -> None:
+def test_contents_of_the_caches(session: Session) -> None:
     tokens = ids(2, 7)
     decoder = session.decoder(2)
     decoder.prefill([tokens[0], tokens[1, :3]])
-    held = [decoder.cached(sample) for sample in range(2)]
-    assert [cache.shape[1] for cache in held[0].values()] == [7] * 4 and [c.shape[1] for c in held[1].values()] == [
-        3
-    ] * 4
+    contents = [decoder.cached(sample) for sample in range(2)]
+    assert [[cache.shape[1] for cache in of_sample.values()] for of_sample in contents] == [[7] * 4, [3] * 4]
     alone = session.decoder()
     alone.prefill(tokens[1:, :3])
     for name, cache in alone.cached(0).items():
-        assert relative_error(held[1][name], cache) < CLOSE
-    with pytest.raises(InputError, match="there is no sample 2; there are 0 to 1"):
+        assert relative_error(contents[1][name], cache) < CLOSE
+    with pytest.raises(InputError, match="there is no sample 2; samples are 0 to 1"):
         decoder.cached(2)
 
 
-def test_caches_are_held_to_their_own_error_where_precisions_are_chosen(tmp_path: Path) -> None:
-    """What outputs may err by says nothing of keys, whose layers may be in 16 bits because they hardly matter."""
+def test_caches_have_a_separate_error_budget_where_precisions_are_chosen(tmp_path: Path) -> None:
+    """The budget of outputs does not apply to keys, whose layers may be in 16 bits as they hardly affect outputs."""
     module, args, shapes = decoder_example("learned")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -456,8 +458,8 @@ def test_caches_are_held_to_their_own_error_where_precisions_are_chosen(tmp_path
     assert report.passed and "caches" in report.outputs, report.failures
 
 
-def test_a_bundle_that_keeps_no_caches_says_so(decoders: DeployDecoder, tmp_path: Path) -> None:
-    """As one that was deployed before caches were compared."""
+def test_verify_warns_about_a_bundle_without_expected_caches(decoders: DeployDecoder, tmp_path: Path) -> None:
+    """Such as a bundle deployed before caches were compared."""
 
     def forget(manifest: Manifest) -> None:
         for case in manifest.cases:
@@ -467,4 +469,4 @@ def test_a_bundle_that_keeps_no_caches_says_so(decoders: DeployDecoder, tmp_path
     assert attnforge.verify(folder, ["onnxruntime-cpu"]).warnings == []
     report = attnforge.verify(rewrite(folder, forget), ["onnxruntime-cpu"])
     assert report.passed and "caches" not in report.backends["onnxruntime-cpu"].outputs
-    assert any("what the caches hold is not compared" in warning for warning in report.warnings)
+    assert any("the contents of caches are not compared" in warning for warning in report.warnings)

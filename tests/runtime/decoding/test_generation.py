@@ -1,5 +1,5 @@
-"""Generation: the likeliest token is eager's, what is drawn has the probabilities that were asked for, and texts
-come as they are made."""
+"""Generation: greedy tokens are eager's, sampled tokens follow the requested probabilities, and tokens are yielded as
+they are generated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def session(decoders: DeployDecoder) -> Iterator[Session]:
         yield opened
 
 
-def test_the_likeliest_tokens_are_eagers(session: Session) -> None:
+def test_greedy_tokens_are_those_of_eager(session: Session) -> None:
     module = decoder_example("rotary").module
     assert isinstance(module, Decoder)
     prompts = ids(3, 5)
@@ -37,7 +37,7 @@ def test_the_likeliest_tokens_are_eagers(session: Session) -> None:
     assert np.array_equal(np.stack(list(session.generate(rows, 20)), axis=1), ragged)
 
 
-def test_a_sample_that_stops_gets_no_more(session: Session) -> None:
+def test_a_stopped_sample_gets_no_more_tokens(session: Session) -> None:
     prompts = ids(2, 5)
     whole = np.stack(list(session.generate(prompts, 10)), axis=1)
     stop = int(whole[0, 3])
@@ -48,19 +48,19 @@ def test_a_sample_that_stops_gets_no_more(session: Session) -> None:
         assert (row[end + 1 :] == STOPPED).all()
 
 
-def test_what_is_drawn_depends_on_the_seed_and_the_sample_alone(session: Session) -> None:
+def test_sampled_tokens_depend_only_on_the_seed_and_the_sample(session: Session) -> None:
     prompts = np.repeat(ids(1, 5), 3, axis=0)
     sampler = Sampler(temperature=2.0, seed=7)
     both = np.stack(list(session.generate(prompts, 12, sampler=sampler)), axis=1)
     again = np.stack(list(session.generate(prompts[:2], 12, sampler=sampler)), axis=1)
     assert np.array_equal(both[:2], again) and len({tuple(row) for row in both}) == 3
-    other = np.stack(list(session.generate(prompts, 12, sampler=Sampler(2.0, seed=8))), axis=1)
-    assert not np.array_equal(both, other)
+    reseeded = np.stack(list(session.generate(prompts, 12, sampler=Sampler(2.0, seed=8))), axis=1)
+    assert not np.array_equal(both, reseeded)
 
 
-def test_the_last_token_needs_no_place(session: Session) -> None:
+def test_the_last_token_needs_no_cache_position(session: Session) -> None:
     assert len(list(session.generate(ids(1, PLACES - 4), 5))) == 5
-    with pytest.raises(InputError, match="the prompt and 6 new tokens are 42, and the cache has room for 41"):
+    with pytest.raises(InputError, match="the prompt and 6 new tokens are 42 tokens, and the cache has room for 41"):
         session.generate(ids(1, PLACES - 4), 6)
 
 
@@ -73,16 +73,16 @@ def test_the_last_token_needs_no_place(session: Session) -> None:
         ({"temperature": 1, "top_p": 0}, "top_p is 0"),
         ({"temperature": 1, "top_p": 1.5}, "top_p is 1.5"),
         ({"temperature": 1, "seed": -1}, "seed is -1"),
-        ({"top_k": 3}, "without a temperature the likeliest"),
+        ({"top_k": 3}, "without one the most likely"),
     ],
 )
-def test_a_sampler_that_cannot_be_meant(options: dict[str, float], message: str) -> None:
+def test_invalid_options_of_a_sampler(options: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Sampler(**options)  # type: ignore[arg-type]
 
 
-def test_no_new_token(session: Session) -> None:
-    with pytest.raises(UsageError, match="0 new tokens"):
+def test_zero_new_tokens_are_refused(session: Session) -> None:
+    with pytest.raises(UsageError, match="max_new_tokens is 0"):
         session.generate(ids(1, 3), 0)
 
 
@@ -98,18 +98,18 @@ def test_probabilities(logits: np.ndarray, temperature: float, top_k: int | None
     kept = probabilities > 0
     shown = softmax[kept]
     assert probabilities[kept] == pytest.approx(shown / shown.sum(), rel=1e-9)
-    assert not (~kept).any() or shown.min() >= softmax[~kept].max() - 1e-12  # the likeliest are kept
+    assert not (~kept).any() or shown.min() >= softmax[~kept].max() - 1e-12  # the most likely tokens are kept
     assert kept.sum() <= (top_k or len(logits))
     if top_p is not None and kept.sum() > 1:
-        assert np.sort(shown)[1:].sum() < top_p  # one fewer would not do
+        assert np.sort(shown)[1:].sum() < top_p  # one token fewer would not reach top_p
     assert GREEDY.probabilities(logits)[logits.argmax()] == 1
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, Sampler(temperature=1.0)])
 @pytest.mark.parametrize("wrong", [[np.nan, 1.0], [-np.inf, -np.inf], [0.0, np.inf]])
-def test_logits_without_a_largest_number_choose_nothing(sampler: Sampler, wrong: list[float]) -> None:
+def test_logits_without_a_finite_maximum_are_refused(sampler: Sampler, wrong: list[float]) -> None:
     generators = [np.random.default_rng(i) for i in range(2)]
     hidden = np.array([[-np.inf, 1.0], [2.0, -np.inf]], np.float32)
     assert sampler.choose(hidden, generators).tolist() == [1, 0]
-    with pytest.raises(RunError, match=r"sample 1 has no likeliest token: the largest of its logits is (nan|-?inf)"):
+    with pytest.raises(RunError, match=r"sample 1 has no most likely token: its largest logit is (nan|-?inf)"):
         sampler.choose(np.array([[0.0, 1.0], wrong], np.float32), generators)

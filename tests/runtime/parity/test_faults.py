@@ -1,5 +1,5 @@
-"""Every seeded fault is caught by `verify`, or is measured to be no fault at this precision: a sample of those that
-:mod:`tests.support.faults` tries, of every kind."""
+"""`verify` catches every seeded fault, unless it is measured to have no effect at this precision. These tests try a
+sample of every kind of fault of :mod:`tests.support.faults`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TESTED = [
     for p in precisions
     if p != "bf16" and (p == "fp32" or name not in DECODERS)
 ]
-"""Of the sixteen bits one kind, and of decoders none: `python -m benchmarks run faults` tries all."""
+"""fp16 stands for both 16-bit types, and decoders are in fp32 only: `python -m benchmarks run faults` tries all."""
 
 TRIED = ("fp32", "fp16", "int8", "fp8", "int4")
 
@@ -33,17 +33,17 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 
 PASSED_IN_FP32 = {*INERT, "epsilon-1e-6", "epsilon-1e-12"}
-"""Of what changes the function, rounding of fp32 hides a smaller epsilon of a norm alone, not 1% of one weight."""
+"""Of faults that change the function, rounding in fp32 hides only a smaller epsilon of a norm, not 1% of a weight."""
 
 
 def grouped(precision: str) -> pytest.MarkDecorator:
-    """What the rows of one precision are made for is made in one worker."""
+    """Run all tests of one precision in one worker, which deploys for them once."""
     return pytest.mark.xdist_group(f"faults-{precision}")
 
 
 @pytest.mark.parametrize(("name", "precision"), [pytest.param(n, p, marks=grouped(p)) for n, p in TESTED])
 def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
-    """What is neither without effect nor hidden by rounding fails, and what has no effect passes."""
+    """A fault fails unless it has no effect or rounding hides it; a fault without effect passes."""
     assert faults.bench(name, precision).unaltered.passed
     rows = faults.rows(name, precision)
     assert [row for row in rows if row.verdict in NEVER] == []
@@ -54,12 +54,12 @@ def test_no_fault_escapes(faults: Faults, name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_steps_in_float64_are_the_reference(faults: Faults, name: str) -> None:
-    """By every order of tokens; tables of positions are stored in fp32."""
+    """For every order of tokens; position tables are stored in fp32."""
     assert faults.bench(name, "fp32").off_reference() < 1e-7
 
 
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=grouped(p)) for p in TRIED])
-def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> None:
+def test_many_faults_of_every_kind_are_caught(faults: Faults, precision: str) -> None:
     subjects = [name for name, p in TESTED if p == precision]
     caught = [row for name in subjects for row in faults.rows(name, precision) if row.verdict == "caught"]
     assert len({row.fault.name for row in caught}) >= {"int8": 60, "fp8": 10, "int4": 7}.get(precision, 40)
@@ -67,21 +67,21 @@ def test_many_are_caught_and_of_every_kind(faults: Faults, precision: str) -> No
 
 
 @grouped("fp32")
-def test_in_fp32_all_are_caught_but_an_epsilon_and_those_that_change_no_function(faults: Faults) -> None:
+def test_in_fp32_all_are_caught_except_an_epsilon_and_faults_without_effect(faults: Faults) -> None:
     passed = {
         row.fault.name for name, p in TESTED if p == "fp32" for row in faults.rows(name, p) if row.verdict != "caught"
     }
     assert passed == PASSED_IN_FP32
 
 
-def test_faults_have_names_of_their_own() -> None:
+def test_names_of_faults_are_unique() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names) >= 60
     assert set(INERT) <= set(names)
     assert {name for fault in FAULTS for name in fault.subjects} == set(PRECISIONS)
 
 
-def test_a_fault_that_finds_nothing_to_alter_says_so(faults: Faults) -> None:
+def test_a_fault_with_nothing_to_alter_raises(faults: Faults) -> None:
     x = ir.Value(name="x", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.FLOAT))
     node = ir.node("Relu", [x])
     node.outputs[0].name = "y"
@@ -101,10 +101,10 @@ def test_a_fault_that_finds_nothing_to_alter_says_so(faults: Faults) -> None:
 @pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
 @pytest.mark.parametrize("name", FOR_TENSORRT)
 def test_faults_of_blocks_are_caught_on_openvino_as_well(name: str, tmp_path: Path) -> None:
-    """Every second one of those in blocks and in steps, which OpenVINO has in the form that TensorRT has."""
+    """Every second fault of blocks and of steps, which OpenVINO runs in the same form as TensorRT."""
     bench = Bench(deploy_in_blocks(name, tmp_path / "b"), name, tmp_path / "altered", "openvino")
     assert bench.unaltered.passed
-    faults = [fault for fault in FAULTS if name in fault.subjects and fault.family in ("blocks", "steps")]
+    faults = [fault for fault in FAULTS if name in fault.subjects and fault.family in ("blocks", "causal blocks")]
     rows = [bench.tried(fault) for fault in faults if zlib.crc32(fault.name.encode()) // 16 % 2]
     assert len(rows) >= 5
     assert {row.verdict for row in rows} <= {"caught", "no effect"}

@@ -1,4 +1,4 @@
-"""The parity budget: what passes, what does not, and that a wrong bundle is caught."""
+"""The parity budget: which errors pass and which fail, and that a wrong bundle is caught."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ TRUTH = np.random.default_rng(0).standard_normal(1000)
 
 
 @pytest.mark.parametrize(("precision", "floor"), [("fp32", 4e-6), ("tf32", 1e-3), ("fp16", 1e-3), ("bf16", 8e-3)])
-def test_floors_allow_what_they_say_and_no_more(precision: str, floor: float) -> None:
-    """Where eager is exact, the floor alone counts; one element has 4 ulp of the largest."""
+def test_floors_are_exact_limits(precision: str, floor: float) -> None:
+    """Where eager is exact, only the floor applies; a single element may be off by 4 ulp of the largest."""
     assert PRECISIONS[precision].floor == floor
     assert judged(off_by(TRUTH, 0.5 * floor, 1), TRUTH, TRUTH, precision).passed
     over = judged(off_by(TRUTH, 1.1 * floor, 1), TRUTH, TRUTH, precision)
@@ -61,44 +61,44 @@ def test_floors_allow_what_they_say_and_no_more(precision: str, floor: float) ->
     assert over.budget == floor and over.error == pytest.approx(1.1 * floor)
 
 
-def test_where_attention_alone_is_narrower_its_eager_is_the_yardstick() -> None:
-    def found(got: Array, low: Array, eager: Array = TRUTH) -> Comparison:
+def test_where_attention_alone_is_narrower_its_eager_is_the_baseline() -> None:
+    def compare(got: Array, low: Array, eager: Array = TRUTH) -> Comparison:
         return judge(CASE, "output", got, eager, TRUTH, precision_named("fp16"), low)
 
     low = off_by(TRUTH, 1e-2, 2)
-    assert found(off_by(TRUTH, 1.9e-2, 1), low).passed
-    assert not found(off_by(TRUTH, 2.1e-2, 1), low).passed
-    # Where numbers must be finite, fp32 eager says; and a yardstick that overflows where it does not allows nothing.
-    nowhere = np.where(np.arange(TRUTH.size) == 3, np.nan, low)
-    assert "NaN at 1 places" in str(found(nowhere, nowhere).reason)
-    assert not found(off_by(TRUTH, 1.9e-2, 1), nowhere).passed
-    assert found(off_by(TRUTH, 0.9e-3, 1), nowhere).passed
-    truth = np.where(np.isnan(nowhere), np.nan, TRUTH)
-    assert judge(CASE, "output", nowhere, truth, truth, precision_named("fp16"), nowhere).passed
+    assert compare(off_by(TRUTH, 1.9e-2, 1), low).passed
+    assert not compare(off_by(TRUTH, 2.1e-2, 1), low).passed
+    # fp32 eager determines where numbers must be finite; a baseline that overflows elsewhere allows nothing.
+    overflowing = np.where(np.arange(TRUTH.size) == 3, np.nan, low)
+    assert "NaN at 1 positions" in str(compare(overflowing, overflowing).reason)
+    assert not compare(off_by(TRUTH, 1.9e-2, 1), overflowing).passed
+    assert compare(off_by(TRUTH, 0.9e-3, 1), overflowing).passed
+    truth = np.where(np.isnan(overflowing), np.nan, TRUTH)
+    assert judge(CASE, "output", overflowing, truth, truth, precision_named("fp16"), overflowing).passed
 
 
 @given(eager_error=st.floats(1e-5, 1e-1), times=st.floats(0.0, 4.0), seed=st.integers(0, 99))
 def test_a_backend_may_err_twice_as_much_as_eager(eager_error: float, times: float, seed: int) -> None:
     assume(abs(times - 2.0) > 1e-6)
-    found = judged(off_by(TRUTH, times * eager_error, seed), off_by(TRUTH, eager_error, seed + 1), TRUTH)
-    assert found.passed == (times < 2.0)
-    assert found.eager_error == pytest.approx(eager_error)
-    assert found.budget == pytest.approx(2 * eager_error)
-    assert found.error == pytest.approx(times * eager_error)
+    comparison = judged(off_by(TRUTH, times * eager_error, seed), off_by(TRUTH, eager_error, seed + 1), TRUTH)
+    assert comparison.passed == (times < 2.0)
+    assert comparison.eager_error == pytest.approx(eager_error)
+    assert comparison.budget == pytest.approx(2 * eager_error)
+    assert comparison.error == pytest.approx(times * eager_error)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_element_may_be_off_by_four_ulp_or_the_floor_of_the_largest(precision: str) -> None:
-    truth = np.linspace(-3.0, 5.0, 1_000_001)  # so large that one element does not show in the norm
+    truth = np.linspace(-3.0, 5.0, 1_000_001)  # so large that one element hardly changes the norm
     coarse = {"tf32": 4 * 2.0**-8, "fp16": 4 * 2.0**-8, **dict.fromkeys(("bf16", "int8", "fp8", "int4"), 4 * 2.0**-5)}
     least = coarse.get(precision, 2e-5)
     for times, passed in ((0.98, True), (1.02, False)):
         got = truth.copy()
         got[12] += times * least
-        found = judged(got, truth, truth, precision)
-        assert found.passed is passed, found
-        assert found.max_budget == pytest.approx(least)
-        assert passed or (found.reason is not None and "one element" in found.reason)
+        comparison = judged(got, truth, truth, precision)
+        assert comparison.passed is passed, comparison
+        assert comparison.max_budget == pytest.approx(least)
+        assert passed or (comparison.reason is not None and "one element" in comparison.reason)
 
 
 def test_one_element_may_be_off_twice_as_far_as_eagers_worst() -> None:
@@ -123,21 +123,21 @@ def test_ulp_is_the_distance_to_the_next_number(precision: str, dtype: type, dat
     assert PRECISIONS[precision].ulp(float(value)) == float(following) - float(value)
 
 
-def test_ulp_of_nothing_is_nothing() -> None:
+def test_ulp_of_zero_infinity_and_nan_is_zero() -> None:
     assert [PRECISIONS["fp32"].ulp(value) for value in (0.0, np.inf, np.nan)] == [0.0, 0.0, 0.0]
     assert PRECISIONS["tf32"].ulp(1.0) == 2.0**-10  # fp32's range, fp16's mantissa
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_must_stand_where_eagers_do(odd: float) -> None:
+def test_nan_and_infinity_must_be_where_eager_has_them(odd: float) -> None:
     clean, marked = TRUTH.copy(), TRUTH.copy()
     marked[5] = odd
     assert judged(marked, marked, marked).passed
     for got, eager in ((marked, clean), (clean, marked), (-marked, marked), (np.roll(marked, 1), marked)):
         if np.isnan(odd) and got[5] != got[5] and eager[5] != eager[5]:
             continue  # a NaN has no sign
-        found = judged(got, eager, eager)
-        assert not found.passed
+        comparison = judged(got, eager, eager)
+        assert not comparison.passed
 
 
 TRIAL = CASE.model_copy(update={"kind": "scaled", "scale": 100.0})
@@ -147,28 +147,28 @@ def tried(got: Array, eager: Array, truth: Array = TRUTH, precision: str = "fp16
     return judge(case, "output", got, eager, truth, precision_named(precision))
 
 
-def test_where_eager_overflows_a_backend_may_or_may_be_right() -> None:
+def test_where_eager_overflows_a_backend_may_overflow_too() -> None:
     eager = TRUTH.copy()
     eager[5] = np.nan
     for got in (np.nan, np.inf, -np.inf):
-        assert tried(np.where(np.isnan(eager), got, TRUTH), eager).passed, "in whichever way"
+        assert tried(np.where(np.isnan(eager), got, TRUTH), eager).passed, "as NaN or infinity of either sign"
     assert tried(TRUTH, eager).passed
     wrong = TRUTH.copy()
     wrong[5] += 1
-    assert not tried(wrong, eager).passed, "a number there is held to float64"
-    nowhere = TRUTH.copy()
-    nowhere[[5, 6]] = np.nan
-    assert "NaN at 1 places where neither eager nor float64 has it" in str(tried(nowhere, eager).reason)
+    assert not tried(wrong, eager).passed, "a finite number there is compared with float64"
+    elsewhere = TRUTH.copy()
+    elsewhere[[5, 6]] = np.nan
+    assert "NaN at 1 positions where neither eager nor float64 has it" in str(tried(elsewhere, eager).reason)
     assert tried(TRUTH, eager).overflowed == 1
 
 
 def test_a_model_that_overflows_on_ordinary_inputs_fails_with_eager() -> None:
     eager = TRUTH.copy()
     eager[5] = np.inf
-    found = tried(eager, eager, case=CASE)
-    assert not found.passed and found.worst is not None and found.worst.index == [5]
-    assert "fp16 does not hold this model: NaN or infinity at 1 places" in str(found.reason)
-    assert tried(TRUTH, eager, case=CASE).passed, "who computes in more bits may be right"
+    comparison = tried(eager, eager, case=CASE)
+    assert not comparison.passed and comparison.worst is not None and comparison.worst.index == [5]
+    assert "fp16 overflows: NaN or infinity at 1 positions" in str(comparison.reason)
+    assert tried(TRUTH, eager, case=CASE).passed, "a backend that computes in more bits may be right"
 
 
 def test_numbers_beyond_the_dtype_may_be_infinite() -> None:
@@ -177,10 +177,10 @@ def test_numbers_beyond_the_dtype_may_be_infinite() -> None:
     over = np.where(truth == 1e5, np.inf, truth)
     assert tried(over, over, truth).passed and tried(over, over, truth, case=CASE).passed
     assert not tried(-over, over, truth).passed
-    assert not tried(over, truth, truth, "fp32").passed, "fp32 holds it"
+    assert not tried(over, truth, truth, "fp32").passed, "fp32 can represent it"
 
 
-def test_outputs_of_few_numbers_have_eagers_error_over_all_ordinary_inputs(tmp_path: Path) -> None:
+def test_small_outputs_use_the_error_of_eager_over_all_ordinary_inputs(tmp_path: Path) -> None:
     bundle = attnforge.deploy(
         nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b", precision="fp16", targets=["onnxruntime"], tune=False
     )
@@ -209,43 +209,43 @@ def test_all_subnormal_outputs_have_the_ulp_of_every_element() -> None:
 
 
 @pytest.mark.parametrize("exactly", [False, True])
-def test_what_a_bundle_that_chose_its_precisions_may_err_by(exactly: bool) -> None:
-    def found(error: float, eager_error: float, case: Case = CASE, eager: Array | None = None) -> bool:
+def test_the_budget_of_a_bundle_that_chose_its_precisions(exactly: bool) -> None:
+    def passes(error: float, eager_error: float, case: Case = CASE, eager: Array | None = None) -> bool:
         eager = off_by(TRUTH, eager_error, 2) if eager is None else eager
         allowed = Allowed(1e-2, exactly)
         return judge(
             case, "output", off_by(TRUTH, error, 1), eager, TRUTH, precision_named("fp16"), None, allowed
         ).passed
 
-    assert found(9e-3, 1e-1) and not found(1.1e-2, 1e-1), "eager's own error is bounded"
-    assert found(9e-3, 0.0) is exactly, "within twice eager's, unless another was asked for"
-    assert found(1.1e-2, 1e-1, TRIAL), "on trials the budget is as it was"
+    assert passes(9e-3, 1e-1) and not passes(1.1e-2, 1e-1), "eager's own error is bounded"
+    assert passes(9e-3, 0.0) is exactly, "within twice eager's, unless an error was requested"
+    assert passes(1.1e-2, 1e-1, TRIAL), "the budget of trials is unchanged"
     overflowed = np.where(np.arange(TRUTH.size) == 3, np.nan, TRUTH)
-    assert found(9e-3, 0.0, eager=overflowed) and not found(1.1e-2, 0.0, eager=overflowed)
+    assert passes(9e-3, 0.0, eager=overflowed) and not passes(1.1e-2, 0.0, eager=overflowed)
 
 
-def test_what_is_finite_beside_a_nan_is_still_judged() -> None:
+def test_finite_elements_next_to_a_nan_are_still_judged() -> None:
     eager, got = TRUTH.copy(), TRUTH * 1.01
     eager[3] = got[3] = np.nan
-    found = judged(got, eager, TRUTH)
-    assert not found.passed and found.error == pytest.approx(0.01, rel=0.01)
+    comparison = judged(got, eager, TRUTH)
+    assert not comparison.passed and comparison.error == pytest.approx(0.01, rel=0.01)
 
 
 def test_an_output_of_another_size_fails() -> None:
-    found = judged(TRUTH[:-1], TRUTH, TRUTH)
-    assert not found.passed
-    assert found.reason == "999 numbers where float64 eager has 1000"
+    comparison = judged(TRUTH[:-1], TRUTH, TRUTH)
+    assert not comparison.passed
+    assert comparison.reason == "999 elements, where float64 eager has 1000"
 
 
 def test_relative_error() -> None:
     assert relative_error(np.array([3.0, 0.0]), np.array([3.0, 4.0])) == 0.8
-    assert relative_error(np.array([0.0, 0.5]), np.zeros(2)) == 0.5  # absolute where there is nothing to compare with
+    assert relative_error(np.array([0.0, 0.5]), np.zeros(2)) == 0.5  # absolute where the reference is zero
     assert judged(np.full(9, 1e-3), np.zeros(9), np.zeros(9)).passed is False
-    assert relative_error(np.array([np.nan, 4.0]), np.array([3.0, 4.0])) == np.inf  # NaN is smaller than nothing
+    assert relative_error(np.array([np.nan, 4.0]), np.array([3.0, 4.0])) == np.inf  # NaN fails every comparison
 
 
 @pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
-def test_large_outputs_are_compared_in_pieces_as_they_would_be_whole(size: int) -> None:
+def test_large_outputs_compared_in_pieces_give_the_same_error(size: int) -> None:
     rng = np.random.Generator(np.random.PCG64(size))
     truth, got = rng.standard_normal((2, size))
     whole = float(np.linalg.norm(got - truth) / np.linalg.norm(truth))
@@ -257,33 +257,43 @@ def test_large_outputs_are_compared_in_pieces_as_they_would_be_whole(size: int) 
     assert sums is not None and np.array_equal(sums, np.add.reduceat(signed, np.arange(0, size, reference.BLOCK)))
 
 
-# What is said beside the verdict
+# Statistics reported with the verdict
 
 
 def test_cosine_noise_and_quantiles_of_the_error() -> None:
     truth = np.array([3.0, 4.0, 0.0, 0.0])
     got = np.array([3.0, 4.0, 0.5, 0.0])
-    found = judged(got, truth, truth)
-    assert found.cosine == pytest.approx(25 / (5 * np.hypot(5, 0.5)))
-    assert found.snr_db == pytest.approx(20.0)  # the error is a tenth
-    assert found.quantiles == {"p50": 0.0, "p90": pytest.approx(0.0875), "p99": pytest.approx(0.12125), "max": 0.125}
-    assert found.worst is not None and found.worst.index == [2]
-    assert (found.worst.got, found.worst.eager, found.worst.float64) == (0.5, 0.0, 0.0)
-    assert found.worst.text("y") == "y[2] is 0.5, where float64 has 0 and eager 0"
+    comparison = judged(got, truth, truth)
+    assert comparison.cosine == pytest.approx(25 / (5 * np.hypot(5, 0.5)))
+    assert comparison.snr_db == pytest.approx(20.0)  # the error is a tenth
+    assert comparison.quantiles == {
+        "p50": 0.0,
+        "p90": pytest.approx(0.0875),
+        "p99": pytest.approx(0.12125),
+        "max": 0.125,
+    }
+    assert comparison.worst is not None and comparison.worst.index == [2]
+    assert (comparison.worst.got, comparison.worst.eager, comparison.worst.float64) == (0.5, 0.0, 0.0)
+    assert comparison.worst.text("y") == "y[2] is 0.5, where float64 has 0 and eager 0"
     square = truth.reshape(2, 2)
-    assert judged(got.reshape(2, 2), square, square) == found  # of whatever shape: places count in order
+    assert judged(got.reshape(2, 2), square, square) == comparison  # elements are numbered in order, whatever the shape
     exact = judged(truth, truth, truth)
     assert exact.snr_db is None and exact.cosine == pytest.approx(1.0) and exact.quantiles["max"] == 0.0
     nothing = judged(np.zeros(3), np.zeros(3), np.zeros(3))
     assert nothing.cosine is nothing.snr_db is None and nothing.passed
 
 
-def test_where_a_nan_stands_that_eager_has_not() -> None:
+def test_the_position_of_a_nan_that_eager_does_not_have() -> None:
     got = TRUTH.copy()
     got[[7, 9]] = np.nan
-    found = judged(got, TRUTH, TRUTH)
-    assert not found.passed and found.worst is not None and found.worst.index == [7] and found.worst.got is None
-    assert found.worst.text("y").startswith("y[7] is not finite, where float64 has ")
+    comparison = judged(got, TRUTH, TRUTH)
+    assert (
+        not comparison.passed
+        and comparison.worst is not None
+        and comparison.worst.index == [7]
+        and comparison.worst.got is None
+    )
+    assert comparison.worst.text("y").startswith("y[7] is not finite, where float64 has ")
 
 
 # Whole bundles
@@ -302,11 +312,11 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Bundle]
 
 
 @pytest.mark.xdist_group("product")
-@pytest.mark.parametrize("rows", [7, 9001])  # of the second some numbers are compared only
-def test_the_worst_element_is_named_by_its_place_in_the_output(product: Callable[[int], Bundle], rows: int) -> None:
+@pytest.mark.parametrize("rows", [7, 9001])  # of the larger output only some elements are compared
+def test_the_worst_element_is_named_by_its_index_in_the_output(product: Callable[[int], Bundle], rows: int) -> None:
     bundle = product(rows)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
-    flat = reference.places(rows * 8, case)
+    flat = reference.stored_indices(rows * 8, case)
     row, column = np.unravel_index(5 if flat is None else flat[5], (rows, 8))
 
     class Off(Session):
@@ -329,9 +339,9 @@ def test_a_deployed_model_passes_on_every_case(small: DeploySmall, precision: st
     bundle = small(precision)
     report = attnforge.verify(bundle.path)
     assert report.passed and report.precision == precision
-    found = report.backends["onnxruntime-cpu"]
-    assert found.cases == len(bundle.manifest.cases) > 8
-    assert found.failures == [] and 0 < found.error <= found.budget
+    parity = report.backends["onnxruntime-cpu"]
+    assert parity.cases == len(bundle.manifest.cases) > 8
+    assert parity.failures == [] and 0 < parity.error <= parity.budget
     assert set(report.skipped) | set(report.backends) == set(BACKENDS)
     assert all(report.skipped.values())
 
@@ -345,7 +355,7 @@ def test_eager_passes_its_own_budget(small: DeploySmall) -> None:
 
 def test_another_module_fails(small: DeploySmall) -> None:
     report = attnforge.verify(small("fp32"), ["eager"], module=SmallModule())
-    without_weights = {"mask-all", "integers-large"}  # no memory; and 2^31 is added to what is left of it
+    without_weights = {"mask-all", "integers-large"}  # no memory is visible; 2^31 dominates the sum
     assert {c.case for c in report.backends["eager"].comparisons if c.passed} <= without_weights
     assert not report.passed
 
@@ -359,16 +369,16 @@ def scale_weights(file: Path, factor: float) -> None:
 
 
 @pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.01, False), (1 + 1e-5, False)])
-def test_a_weight_that_is_off_fails(copy: Path, factor: float, passed: bool) -> None:
+def test_a_wrong_weight_fails(copy: Path, factor: float, passed: bool) -> None:
     scale_weights(copy / "onnxruntime/model.onnx", factor)
     report = attnforge.verify(rewrite(copy))
     assert report.passed is passed
     failures = report.backends["onnxruntime-cpu"].failures
-    assert passed or any("over the budget" in (one.reason or "") for one in failures)
+    assert passed or any("over the budget" in (failure.reason or "") for failure in failures)
 
 
 def test_a_mask_that_is_ignored_fails(copy: Path) -> None:
-    """Where the model fills scores with -inf, leave them: the kind of mistake that a loose tolerance lets pass."""
+    """Leave scores unmasked where the model fills them with -inf: a mistake that a loose tolerance lets pass."""
     model = ir.load(copy / "onnxruntime/model.onnx")
     wheres = [node for node in model.graph if node.op_type == "Where"]
     assert wheres
@@ -458,10 +468,14 @@ def test_cases_of_a_static_model() -> None:
     assert {case.kind for case in reference.cases(tokens)} == {"example", "normal", "zeros", "large"}
 
 
-@given(low=st.integers(1, 40), extra=st.integers(0, 90), factor=st.sampled_from([1, 2, 4]), place=st.floats(0, 1))
-def test_sizes_stay_inside_the_profile_and_keep_multiples(low: int, extra: int, factor: int, place: float) -> None:
+@given(low=st.integers(1, 40), extra=st.integers(0, 90), factor=st.sampled_from([1, 2, 4]), fraction=st.floats(0, 1))
+def test_sizes_stay_inside_the_profile_and_keep_multiples(low: int, extra: int, factor: int, fraction: float) -> None:
     dim = DimSpec(
-        symbol="s", factor=factor, min=factor * low, opt=factor * round(low + place * extra), max=factor * (low + extra)
+        symbol="s",
+        factor=factor,
+        min=factor * low,
+        opt=factor * round(low + fraction * extra),
+        max=factor * (low + extra),
     )
     inputs = [spec("x", "float32", dim)]
     for case in reference.cases(inputs):
@@ -470,7 +484,7 @@ def test_sizes_stay_inside_the_profile_and_keep_multiples(low: int, extra: int, 
         assert dim.min <= size <= dim.max
 
 
-def test_inputs_are_made_again_from_the_case_alone() -> None:
+def test_inputs_are_reproduced_from_the_case_alone() -> None:
     inputs = [
         spec("x", "float32", TOKENS, 16),
         spec("half", "float16", 3),
@@ -485,8 +499,8 @@ def test_inputs_are_made_again_from_the_case_alone() -> None:
         "mask": ("bool", (3, 40)),
     }  # fmt: skip
     assert all(np.array_equal(made[name], again[name]) for name in made)
-    other = reference.make_inputs(case.model_copy(update={"seed": 5}), inputs, {})
-    assert not any(np.array_equal(made[name], other[name]) for name in made)
+    reseeded = reference.make_inputs(case.model_copy(update={"seed": 5}), inputs, {})
+    assert not any(np.array_equal(made[name], reseeded[name]) for name in made)
     assert made["ids"].min() == -3 and made["ids"].max() == 7
     assert sorted(made["mask"].sum(1) // 40) == [0, 0, 1] and 0 in made["mask"].sum(1)
 
@@ -515,8 +529,8 @@ def test_inputs_of_every_kind(precision: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "extremes", "denormal", "scaled", "constant"])
-def test_a_setting_stays_what_it_is_where_other_inputs_are_hard(kind: Kind) -> None:
-    """A temperature at its extreme would hide what the extremes of other inputs show."""
+def test_a_setting_stays_in_its_range_where_other_inputs_are_hard(kind: Kind) -> None:
+    """A temperature at its extreme would mask the effects of extremes in other inputs."""
     inputs = [spec("x", "float16", 61), spec("temperature", "float16", 3)]
     case = Case(name="k", sizes={}, kind=kind, scale=1.0, seed=1)
     before = reference.make_inputs(case, inputs, {})
@@ -530,8 +544,8 @@ def test_a_setting_stays_what_it_is_where_other_inputs_are_hard(kind: Kind) -> N
     assert np.array_equal(alone["temperature"], reference.make_inputs(case, inputs[1:], {})["temperature"])
 
 
-def test_what_a_setting_is() -> None:
-    """One number, or one a sample, of one sign: what is data has more, or both signs, or is zero."""
+def test_detection_of_settings() -> None:
+    """A setting is one number, or one per sample, of one sign; data has more numbers, both signs or zeros."""
     assert reference.range_of_setting(np.array(2, np.float32)) == (1.0, 4.0)
     assert reference.range_of_setting(np.array([0.5, 1.5], np.float32)) == (0.25, 3.0)
     assert reference.range_of_setting(-np.ones((3, 1, 1))) == (-2.0, -0.5)
@@ -543,7 +557,7 @@ def test_what_a_setting_is() -> None:
 @pytest.mark.parametrize(
     ("precision", "size", "swapped"), [("fp32", 8, 0), ("bf16", 8, 2), ("tf32", 3, 1), ("fp16", 1, 0)]
 )
-def test_scores_that_tie_to_rounding_may_swap_places(precision: str, size: int, swapped: int) -> None:
+def test_indices_of_scores_that_tie_up_to_rounding_may_be_swapped(precision: str, size: int, swapped: int) -> None:
     truth = np.arange(size)
     case = Case(name="normal-opt", sizes={}, kind="normal", seed=1)
     for wrong in range(min(size, 4)):
@@ -551,7 +565,7 @@ def test_scores_that_tie_to_rounding_may_swap_places(precision: str, size: int, 
         assert judge(case, "y", got, truth, truth, precision_named(precision)).passed == (wrong <= swapped)
 
 
-def test_the_example_and_data_are_what_is_stored() -> None:
+def test_the_example_and_data_are_the_stored_arrays() -> None:
     inputs = [spec("x", "float32", 3)]
     stored = {"x": np.arange(3.0), "data-0/x": np.ones(3)}
     for kind, name in (("example", "x"), ("data", "data-0/x")):
@@ -592,7 +606,7 @@ def test_masks_of_every_kind(kind: str) -> None:
         ("int64", 1, 2, {0, 1, 2}),
     ],
 )
-def test_whole_numbers_are_zero_and_as_large_as_eager_bears(
+def test_integer_inputs_are_zero_and_as_large_as_eager_supports(
     dtype: str, low: int, most: int | None, wanted: set[int]
 ) -> None:
     inputs = [spec("n", dtype, 40, low=low, high=9), spec("ids", "int64", 40, low=2, high=9), spec("x", "float32", 40)]
@@ -605,7 +619,7 @@ def test_whole_numbers_are_zero_and_as_large_as_eager_bears(
     assert not zeros["n"].any() and zeros["ids"].all() and zeros["x"].all()
 
 
-def test_what_is_added_to_scores_excludes_keys_at_random() -> None:
+def test_a_bias_of_scores_excludes_random_keys() -> None:
     bias = spec("bias", "float16", 40, 9)
     bias.role = "scores"
     case = Case(name="n", sizes={}, kind="normal", masks="infinite", seed=1)
@@ -614,11 +628,11 @@ def test_what_is_added_to_scores_excludes_keys_at_random() -> None:
     assert {0, 9} <= set(counts) and np.isfinite(made[~np.isneginf(made)]).all()
 
 
-def test_a_mask_that_is_added_is_known_by_its_example() -> None:
+def test_an_additive_mask_is_recognised_by_its_example() -> None:
     assert reference.excluded_by(np.array([0, -np.inf, 0], np.float32)) == "-inf"
     assert reference.excluded_by(np.array([0, -1e4], np.float16)) == -1e4
-    for other in ([0.0, 1.0], [0.0, -1.0], [-1e9], [0.0], [0.0, -1e9, -1e4], []):
-        assert reference.excluded_by(np.array(other)) is None
+    for example in ([0.0, 1.0], [0.0, -1.0], [-1e9], [0.0], [0.0, -1e9, -1e4], []):
+        assert reference.excluded_by(np.array(example)) is None
 
 
 def test_a_scalar_input_is_made() -> None:
@@ -628,18 +642,18 @@ def test_a_scalar_input_is_made() -> None:
         assert isinstance(made, np.ndarray) and made.shape == () and made.dtype == dtype
 
 
-def test_large_outputs_are_sampled_at_places_of_the_seed() -> None:
+def test_large_outputs_are_sampled_at_positions_drawn_by_the_seed() -> None:
     array = np.arange(100_000).reshape(100, 1000)
-    case, other = CASE, CASE.model_copy(update={"seed": 2})
+    case, reseeded = CASE, CASE.model_copy(update={"seed": 2})
     picked = reference.sampled(array, case)
     assert picked.shape == (reference.SAMPLED,) and len(set(picked)) == reference.SAMPLED
     assert np.array_equal(picked, reference.sampled(array, case))
     assert np.array_equal(picked, np.sort(picked)) and picked[0] < 100 and picked[-1] > 99_900
-    assert not np.array_equal(picked, reference.sampled(array, other))
+    assert not np.array_equal(picked, reference.sampled(array, reseeded))
     assert np.array_equal(reference.sampled(array[:10], case), np.arange(10_000))
 
 
-def test_the_reference_holds_both_truths(small: DeploySmall) -> None:
+def test_the_reference_stores_eager_and_float64(small: DeploySmall) -> None:
     bundle = small("fp16")
     stored = load_file(bundle.file(REFERENCE_OUTPUTS))
     assert set(stored) == {
@@ -650,23 +664,23 @@ def test_the_reference_holds_both_truths(small: DeploySmall) -> None:
         assert truth.dtype == np.float64 and eager.shape == truth.shape
         error = relative_error(eager.astype(np.float64), truth)
         if case.is_ordinary and case.name != "mask-all":
-            assert 0 < error < 0.02  # half precision, and no more than that
+            assert 0 < error < 0.02  # the rounding error of half precision
 
 
 @pytest.mark.xdist_group("product")
-@pytest.mark.parametrize("what", [100.0, np.nan])
-def test_no_number_of_a_large_output_is_left_unseen(what: float, product: Callable[[int], Bundle]) -> None:
-    """Of an output that is kept in part, a number that is not kept is in a sum that is."""
+@pytest.mark.parametrize("wrong", [100.0, np.nan])
+def test_every_element_of_a_large_output_is_checked(wrong: float, product: Callable[[int], Bundle]) -> None:
+    """Elements of a large output that are not stored one by one are part of a stored sum."""
     bundle = product(9001)
     case = next(case for case in bundle.manifest.cases if case.kind == "normal")
-    kept = reference.places(9001 * 8, case)
+    kept = reference.stored_indices(9001 * 8, case)
     assert kept is not None
     missing = int(np.setdiff1d(np.arange(9001 * 8), kept)[4321])
 
     class Off(Session):
         def run(self, values: Any, **options: Any) -> dict[str, Any]:
             results = super().run(values, **options)
-            results["output"].reshape(-1)[missing] = what
+            results["output"].reshape(-1)[missing] = wrong
             return results
 
     with attnforge.load(bundle) as session:
@@ -675,4 +689,4 @@ def test_no_number_of_a_large_output_is_left_unseen(what: float, product: Callab
         report = hold(session.bundle, session.backend, session.run)
     assert not report.passed
     start = missing // reference.BLOCK * reference.BLOCK
-    assert f"among the numbers {start} to {start + reference.BLOCK - 1}" in str(report.failures[0].reason)
+    assert f"among elements {start} to {start + reference.BLOCK - 1}" in str(report.failures[0].reason)

@@ -1,4 +1,4 @@
-"""What compares nothing proves nothing: no verdict, no deployment and no time rests on NaN alone."""
+"""Comparisons of NaN alone prove nothing: they support no verdict, no deployment and no timing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.bundles import DeploySmall, rewrite
 
 
 def answering(folder: Path, number: float, truth: float | None = None, where: str = "") -> Bundle:
-    """The bundle with a model that answers one number everywhere, and with references that say the same.
+    """Rewrite the bundle so that its model returns one number everywhere, and its references match.
 
     Args:
         folder: of the bundle.
-        number: that the model answers, and eager.
-        truth: of float64; the same by default.
-        where: only in cases whose names begin so.
+        number: output of the model and of eager.
+        truth: output in float64; `number` by default.
+        where: prefix of the names of the cases whose references are changed.
     """
     file = folder / "onnxruntime/model.onnx"
     model = onnx.load(str(file))
@@ -48,12 +48,12 @@ def answering(folder: Path, number: float, truth: float | None = None, where: st
 
 
 @pytest.mark.parametrize(("number", "truth"), [(math.nan, None), (math.inf, None), (math.inf, 1e59)])
-def test_a_backend_of_which_nothing_finite_was_compared_fails(copy: Path, number: float, truth: float | None) -> None:
+def test_a_backend_without_finite_comparisons_fails(copy: Path, number: float, truth: float | None) -> None:
     report = attnforge.verify(answering(copy, number, truth), ["onnxruntime-cpu"])
     backend = report.backends["onnxruntime-cpu"]
     assert not report.passed and not backend.passed
     if not backend.failures:
-        assert str(backend.reason).startswith("nothing is proved: output has no number that fp32 holds")
+        assert str(backend.reason).startswith("nothing is proved: output has no number in the range of fp32")
         assert backend.missed == backend.reason
 
 
@@ -66,9 +66,11 @@ def test_hard_cases_alone_prove_nothing(copy: Path, small: DeploySmall) -> None:
     whole = small("fp32")
     with attnforge.load(whole, "onnxruntime-cpu") as session:
         hard = [case for case in whole.manifest.cases if not case.is_ordinary]
-        assert hold(whole, "onnxruntime-cpu", session.run, hard).passed  # who asks for these gets an answer on these
-        one = [case for case in whole.manifest.cases if case.kind == "example"]
-        assert hold(whole, "onnxruntime-cpu", session.run, one).passed
+        assert hold(
+            whole, "onnxruntime-cpu", session.run, hard
+        ).passed  # hard cases that were requested explicitly are judged
+        example = [case for case in whole.manifest.cases if case.kind == "example"]
+        assert hold(whole, "onnxruntime-cpu", session.run, example).passed
 
 
 def test_a_bundle_without_cases_fails(copy: Path) -> None:
@@ -76,14 +78,14 @@ def test_a_bundle_without_cases_fails(copy: Path) -> None:
     assert not attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
 
 
-def test_one_finite_case_is_proof_and_nan_where_eager_has_it_is_right(small: DeploySmall) -> None:
-    """As attention has NaN where a mask excludes every key."""
+def test_one_finite_case_is_proof_and_nan_where_eager_has_it_is_correct(small: DeploySmall) -> None:
+    """For example, attention gives NaN where a mask excludes every key."""
     report = attnforge.verify(small("fp32"), ["onnxruntime-cpu"])
     assert report.passed
     assert all(c.size >= c.compared > 0 for c in report.backends["onnxruntime-cpu"].comparisons if c.size)
 
 
-def test_a_time_needs_a_finite_number(copy: Path) -> None:
+def test_timing_needs_finite_outputs(copy: Path) -> None:
     bundle = answering(copy, math.nan)
     (model,) = attnforge.benchmark(bundle, ["onnxruntime-cpu"], rounds=1, quick=True).models
     assert not model.contenders and "onnxruntime-cpu fp32" in model.wrong
@@ -100,7 +102,7 @@ class Affine(nn.Module):
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 1e30])
 def test_a_model_without_finite_outputs_is_not_deployed(tmp_path: Path, weight: float) -> None:
-    with pytest.raises(WrongError, match=r"output has no number that fp32 holds .* in float64 either"):
+    with pytest.raises(WrongError, match=r"output has no number in the range of fp32 .* not even in float64"):
         attnforge.deploy(Affine(weight), (torch.randn(3, 4),), tmp_path / "bundle", targets=["onnxruntime"], tune=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -110,16 +112,16 @@ def test_a_model_without_finite_outputs_is_not_deployed(tmp_path: Path, weight: 
     [
         ([1.0, 2.0], [1.0, 2.0], None),
         ([math.nan, 2.0], [math.nan, 2.0], None),
-        ([math.nan] * 2, [math.nan] * 2, "output has no number that fp32 holds"),
-        ([math.inf] * 2, [1e59, 1e59], "output has no number that fp32 holds"),
-        ([math.inf] * 2, [1e30, 1e59], None),  # eager overflows, and a backend that does not can be held to float64
+        ([math.nan] * 2, [math.nan] * 2, "output has no number in the range of fp32"),
+        ([math.inf] * 2, [1e59, 1e59], "output has no number in the range of fp32"),
+        ([math.inf] * 2, [1e30, 1e59], None),  # eager overflows; a backend that does not can be compared with float64
         ([1.0] * 9, [1.0] * 8 + [1.2], None),
         ([1.0] * 9, [1.0] * 8 + [2.2], "eager at fp32 is itself 3.3e-1 off float64"),
         ([1.0] * 32, [1.0] * 31 + [2.2], "eager at fp32 is itself 2e-1 off float64"),
         ([], [], None),
     ],
 )
-def test_what_is_proved_of_outputs(small: DeploySmall, eager: list[float], exact: list[float], why: str | None) -> None:
+def test_proof_of_outputs(small: DeploySmall, eager: list[float], exact: list[float], why: str | None) -> None:
     manifest = small("fp32").manifest.model_copy()
     normal = Case(name="normal", sizes={}, kind="normal", seed=1)
     hard = normal.model_copy(update={"name": "extremes", "kind": "extremes"})
@@ -131,11 +133,11 @@ def test_what_is_proved_of_outputs(small: DeploySmall, eager: list[float], exact
     reason = unproved(manifest, [normal], References({}, outputs))
     assert reason is None if why is None else why in str(reason)
     of_masks = unproved(manifest, [normal.model_copy(update={"masks": "none"})], References({}, outputs))
-    assert of_masks is None or "no number" in of_masks  # all keys hidden is no ordinary input
-    assert unproved(manifest, [hard], References({}, outputs)) is None  # whoever tries hard inputs alone
+    assert of_masks is None or "no number" in of_masks  # a case with every key masked is not ordinary
+    assert unproved(manifest, [hard], References({}, outputs)) is None  # only hard inputs were requested
     assert unproved(manifest, [], References({}, outputs)) == "nothing is proved: there is no ordinary case"
 
 
-def test_a_spread_that_is_no_number_allows_nothing() -> None:
+def test_a_spread_of_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         Case(name="normal", sizes={}, kind="normal", seed=1, spread={"output": (math.inf, math.nan)})

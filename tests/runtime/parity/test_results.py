@@ -1,4 +1,4 @@
-"""Results of Polygraphy that anybody gives: what is judged, and what is refused in a line."""
+"""Polygraphy results from any source: valid ones are judged, invalid ones are refused with a one-line message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bundle(small: DeploySmall) -> Bundle:
 
 @pytest.fixture(scope="module")
 def document(bundle: Bundle) -> Document:
-    """The results of a sound run."""
+    """The results of a correct run."""
     stream, stored = io.BytesIO(), stored_inputs(bundle)
     with load(bundle, "onnxruntime-cpu") as session:
         runs = [
@@ -46,8 +46,8 @@ def document(bundle: Bundle) -> Document:
             for case in bundle.manifest.cases
         ]
     write_results(stream, "mine", runs)
-    found: Document = json.loads(stream.getvalue())
-    return found
+    document: Document = json.loads(stream.getvalue())
+    return document
 
 
 def npy(array: Any, allow_pickle: bool = False) -> str:
@@ -57,12 +57,12 @@ def npy(array: Any, allow_pickle: bool = False) -> str:
 
 
 def array_of(document: Document, iteration: int = 0) -> Document:
-    found: Document = document["lst"][0][1][iteration]["outputs"]["output"]["values"]
-    return found
+    array: Document = document["lst"][0][1][iteration]["outputs"]["output"]["values"]
+    return array
 
 
 def with_output(change: Callable[[np.ndarray[Any, Any]], Any]) -> Callable[[Document], None]:
-    """The first case's output changed."""
+    """Return a change of the first case's output."""
 
     def altered(document: Document) -> None:
         values = array_of(document)
@@ -71,7 +71,7 @@ def with_output(change: Callable[[np.ndarray[Any, Any]], Any]) -> Callable[[Docu
     return altered
 
 
-def test_a_sound_run_is_judged_as_verify_judges(bundle: Bundle, document: Document, tmp_path: Path) -> None:
+def test_a_correct_run_is_judged_as_by_verify(bundle: Bundle, document: Document, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(document))
     report = verify_results(bundle, tmp_path / "run.json")
     with load(bundle, "onnxruntime-cpu") as session:
@@ -83,12 +83,12 @@ def test_a_sound_run_is_judged_as_verify_judges(bundle: Bundle, document: Docume
     ("change", "reason"),
     [
         (lambda a: a * 1.001, "error .* over the budget"),
-        (lambda a: np.where(a == a.max(), np.nan, a).astype(a.dtype), "NaN at 1 places"),
+        (lambda a: np.where(a == a.max(), np.nan, a).astype(a.dtype), "NaN at 1 positions"),
         (lambda a: np.full_like(a, np.inf), "infinity"),
-        (lambda a: a[:-1], r"it is float32\[.*, and has to be float32\["),
-        (lambda a: a.reshape(-1), r"it is float32\[\d+\], and has to be"),
-        (lambda a: a.astype(np.float64), "it is float64.*, and has to be float32"),
-        (lambda a: a.astype(np.float16), "it is float16.*, and has to be float32"),
+        (lambda a: a[:-1], r"it is float32\[.* and must be float32\["),
+        (lambda a: a.reshape(-1), r"it is float32\[\d+\] and must be"),
+        (lambda a: a.astype(np.float64), "it is float64.* and must be float32"),
+        (lambda a: a.astype(np.float16), "it is float16.* and must be float32"),
         (lambda a: np.zeros(a.shape, "V4"), "it is void32"),
         (lambda a: np.zeros(a.shape, "U3"), "it is str"),
         (lambda a: np.zeros(a.shape, [("x", "f4")]), "it is void"),
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[Document], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_wrong_and_hostile_results_are_refused_in_a_line(
+def test_invalid_and_hostile_results_are_refused_in_one_line(
     bundle: Bundle, document: Document, tmp_path: Path, case: str
 ) -> None:
     alter, message = REFUSED[case]
@@ -187,7 +187,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_holds_no_results_is_refused(bundle: Bundle, tmp_path: Path, case: str) -> None:
+def test_a_file_without_results_is_refused(bundle: Bundle, tmp_path: Path, case: str) -> None:
     data, message = FILES[case]
     (tmp_path / "run.json").write_bytes(data)
     with pytest.raises(InputError, match=message) as refused:
@@ -195,7 +195,7 @@ def test_a_file_that_holds_no_results_is_refused(bundle: Bundle, tmp_path: Path,
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
 
 
-def test_what_is_no_file_or_too_large_is_refused(
+def test_missing_and_too_large_files_are_refused(
     bundle: Bundle, document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (".", "absent.json", "a\0b"):
@@ -207,12 +207,12 @@ def test_what_is_no_file_or_too_large_is_refused(
         verify_results(bundle, tmp_path / "run.json")
 
 
-def test_a_backend_of_another_name_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+def test_an_unknown_backend_name_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="unknown backend 'mine'"):
         verify_results(bundle, tmp_path / "run.json", "mine")
 
 
-def test_float32_stands_for_bfloat16_where_its_numbers_are_such() -> None:
+def test_float32_is_accepted_for_bfloat16_where_its_numbers_are_representable() -> None:
     spec = TensorSpec(name="y", dtype="bfloat16", dims=[3])
     exact = np.array([1, -0.5, np.nan], np.float32)
     assert as_deployed(exact, spec).dtype == BFLOAT16

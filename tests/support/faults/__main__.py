@@ -1,4 +1,4 @@
-"""Every fault in every subject at every precision, or in the subjects that are named."""
+"""Test every fault in every subject at every precision, or in the named subjects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.faults.subjects import PRECISIONS
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Subjects whose rows are written anew; all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Subjects to test again (default: all).")] = None,
 ) -> None:
-    """Try every fault in every subject at every precision; write the results file and the tables made of it."""
+    """Test every fault in every subject at every precision, and write the results file and its tables."""
     subjects = {name: PRECISIONS[name] for name in names or PRECISIONS}
     with tempfile.TemporaryDirectory() as folder:
         faults = Faults(Path(folder))

@@ -1,4 +1,4 @@
-"""What becomes of faults: each is put into a deployed subject, measured in float64, and given to `verify`."""
+"""Test faults: put each into a deployed subject, measure its effect in float64, and run `verify`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Row:
 
     Attributes:
         effect, allowed: the relative error in float64 on `case`, and the budget there.
-        verdict: see the top of this module.
-        case: on which verify found it furthest over the budget, or where it passes, on which its effect is largest for
-            the budget.
+        verdict: see :mod:`tests.support.faults`.
+        case: the one furthest over the budget according to verify, or if it passes, the one with the largest effect for
+            its budget.
     """
 
     fault: Fault
@@ -59,16 +59,16 @@ class Row:
 
 
 class Bench:
-    """A deployed subject into which faults are put, one at a time.
+    """Puts faults into a deployed subject, one at a time.
 
     Args:
         bundle: the subject.
-        name: of it.
-        folder: for the altered bundle.
-        backend: that runs it; `openvino` the graph of its own.
+        name: its name.
+        folder: where the altered bundle is written.
+        backend: the backend that runs it; `openvino` runs its own graph.
 
     Attributes:
-        unaltered: what verify says of it as it is.
+        unaltered: verify's report on the unaltered subject.
     """
 
     def __init__(self, bundle: Bundle, name: str, folder: Path, backend: str = BACKEND) -> None:
@@ -89,9 +89,8 @@ class Bench:
     def exact(
         self, model: ir.Model, cases: Collection[str] | None = None, driver: type[Decoder] | None = None
     ) -> Iterator[tuple[str, Array]]:
-        """The output of a graph in float64, by case, all of them by default; of a decoder by the order of its tokens as
-        well. A fault's own casts are kept. In few bits it is that of the graph as it is, which rounds far more than
-        fp32 does."""
+        """Yield the output of a graph in float64 for each case, by default all; for a decoder, also for each order of
+        its tokens. A fault's own casts are kept. A low-bit graph runs as it is, since it rounds far more than fp32."""
         if self._manifest.decoding is not None:
             yield from self._exact_steps(in_double(model, self._manifest, driver or Decoder), cases)
             return
@@ -104,7 +103,7 @@ class Bench:
                 node.outputs[0].type = ir.TensorType(ir.DataType(int(to)))
         options = session_options(threads=1)
         options.log_severity_level = 4
-        if is_double:  # else left as it runs, for its integer products are to be those that do not saturate
+        if is_double:  # otherwise optimise as usual, so that integer products are the ones that do not saturate
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
         for case in cases or self._inputs:
@@ -113,14 +112,14 @@ class Bench:
             yield case, output
 
     def _exact_steps(self, steps: Driven, cases: Collection[str] | None) -> Iterator[tuple[str, Array]]:
-        """The output of a decoder, by case and order."""
+        """Yield the output of a decoder for each case and order of tokens."""
         (output,) = self._manifest.outputs
         for where, comparison in self._budgets.items():
             if cases is None or where in cases:
                 yield where, steps.given(comparison.schedule, self._inputs[comparison.case])[output.name]
 
     def off_reference(self) -> float:
-        """How far the unaltered graph in float64 is off the bundle's reference in float64, in the worst case."""
+        """Return the largest error of the unaltered graph in float64 against the bundle's float64 reference."""
         (output,), kept = self._manifest.outputs, References.of(open_bundle(self._folder)).outputs
         cases = {case.name: case for case in every_case(self._manifest)}
         return max(
@@ -130,10 +129,10 @@ class Bench:
         )
 
     def altered(self, fault: Fault) -> tuple[ir.Model, Bundle]:
-        """The graph with a fault, and the bundle that holds it until the next is put in.
+        """Return the graph with a fault, and the bundle that contains it until the next call.
 
         Raises:
-            NotThere: the graph has no place for it, or is what it was.
+            NotThere: the graph lacks what the fault alters, or did not change.
         """
         model = self._model.clone()
         before = ir.to_proto(model).SerializeToString(deterministic=True)
@@ -144,20 +143,20 @@ class Bench:
         return model, rewrite(self._folder)
 
     def tried(self, fault: Fault) -> Row:
-        """Put it in, measure what it does, and ask verify.
+        """Put the fault in, measure its effect, and run verify.
 
         Raises:
-            NotThere: the graph has no place for it, or is what it was.
+            NotThere: the graph lacks what the fault alters, or did not change.
         """
         model, bundle = self.altered(fault)
         try:
             report = verified(bundle, self._backend) if fault.driver is None else verified_with(bundle, fault.driver)
-        except (InputError, RunError):  # a kernel or a decoder refuses what the mistake leads to, and verify says so
+        except (InputError, RunError):  # a kernel or decoder refuses the result of the fault, and verify reports it
             allowed = next(iter(self._budgets.values())).budget
             return Row(fault, self.name, self.precision, math.inf, allowed, "caught", "refused as it ran")
         caught = {max(report.failures, key=over).where} if report.failures else None
         effects = [self._effect(case, output) for case, output in self.exact(model, caught, fault.driver)]
-        case, relative, share = max(effects, key=lambda one: one[2])
+        case, relative, share = max(effects, key=lambda effect: effect[2])
         nothing = all(effect <= NOTHING for _, effect, _ in effects)
         if not report.passed:
             in_caches = [failure for failure in report.failures if failure.output not in self._outputs]
@@ -170,15 +169,15 @@ class Bench:
         return Row(fault, self.name, self.precision, relative, self._budgets[case].budget, verdict, case)
 
     def _is_seen(self, model: ir.Model, failure: Comparison, driver: type[Decoder] | None) -> bool:
-        """Whether a cache holds something else in float64 than it would without the fault."""
-        feeds, held = self._inputs[failure.case], []
+        """Return whether the contents of a cache in float64 differ from those without the fault."""
+        feeds, caches = self._inputs[failure.case], []
         for graph, kind in ((model, driver or Decoder), (self._model, Decoder)):
             steps = in_double(graph.clone(), self._manifest, kind)
-            held.append(steps.given(failure.schedule, feeds)[failure.output])
-        return relative_error(held[0].astype(np.float64), held[1].astype(np.float64)) > NOTHING
+            caches.append(steps.given(failure.schedule, feeds)[failure.output])
+        return relative_error(caches[0].astype(np.float64), caches[1].astype(np.float64)) > NOTHING
 
     def _effect(self, case: str, output: Array) -> tuple[str, float, float]:
-        """The relative effect on a case, and its share of the budget."""
+        """Return the case, the relative effect on it, and the effect's share of the budget."""
         truth, budget = self._truth[case], self._budgets[case]
         if not np.array_equal(np.isfinite(output), finite := np.isfinite(truth)):
             return case, math.inf, math.inf
@@ -188,15 +187,16 @@ class Bench:
         return case, relative, share if largest else 0.0
 
 
-def over(found: Comparison) -> float:
-    """How far a comparison is over its budget; what is not finite where it should be is furthest."""
-    if found.error <= found.budget and found.max_error <= found.max_budget:
+def over(comparison: Comparison) -> float:
+    """Return by what factor a comparison exceeds its budget; infinity for values that should be finite."""
+    if comparison.error <= comparison.budget and comparison.max_error <= comparison.max_budget:
         return math.inf
-    return max(found.error / found.budget, found.max_error / found.max_budget if found.max_budget else math.inf)
+    most = comparison.max_error / comparison.max_budget if comparison.max_budget else math.inf
+    return max(comparison.error / comparison.budget, most)
 
 
 def wide(array: Array) -> Array:
-    """Floats in float64."""
+    """Convert floating-point arrays to float64."""
     return array.astype(np.float64) if array.dtype.kind not in "biu" else array
 
 
@@ -205,10 +205,10 @@ def verified(bundle: Bundle, backend: str = BACKEND) -> BackendReport:
 
 
 def is_sampled(fault: Fault, subject: str, precision: str) -> bool:
-    """Whether the tests try a fault in a subject: in fp32 and in int8 every fault in one of its subjects, in 16 bits,
-    fp8, int4 and in decoders every second.
+    """Return whether the tests try a fault in a subject: in fp32 and int8 every fault in one of its subjects, in
+    16 bits, fp8, int4 and decoders every second one.
 
-    The sample stays the same where a fault is added.
+    Adding a fault does not change the sample.
     """
     number = zlib.crc32(fault.name.encode())
     if subject != fault.subjects[number % len(fault.subjects)]:
@@ -219,14 +219,14 @@ def is_sampled(fault: Fault, subject: str, precision: str) -> bool:
 
 
 class Faults:
-    """The subjects as they are asked for, deployed once, and what becomes of the faults in them.
+    """Deploys each requested subject once, and tests the faults in it.
 
     Args:
-        folder: for the bundles.
-        is_tried: whether a fault is put into a subject of a precision; by default all are that can be.
+        folder: where the bundles are written.
+        is_tried: whether to test a fault in a subject at a precision; by default all possible combinations are tested.
     """
 
-    def __init__(self, folder: Path, is_tried: Callable[[Fault, str, str], bool] = lambda *one: True) -> None:
+    def __init__(self, folder: Path, is_tried: Callable[[Fault, str, str], bool] = lambda *_: True) -> None:
         self._folder, self._is_tried = folder, is_tried
         self.bench = functools.cache(self._bench)
         self.rows = functools.cache(self._rows)

@@ -1,4 +1,4 @@
-"""The faults."""
+"""The list of faults."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, constant
-from tests.support.faults.decoders import CACHES, DRIVEN, PLACES, SEEN
+from tests.support.faults.causal_blocks import IN_STEPS
+from tests.support.faults.decoders import CACHES, DRIVEN, POSITIONS, SEEN
 from tests.support.faults.eight_bits import IN_EIGHT_BITS
-from tests.support.faults.few_bits import IN_4_BITS, IN_FP8, IN_TABLES
 from tests.support.faults.graph import (
     KEPT,
     Alter,
@@ -29,8 +29,8 @@ from tests.support.faults.graph import (
     required,
     rolled,
 )
+from tests.support.faults.low_bit import IN_4_BITS, IN_FP8, IN_TABLES
 from tests.support.faults.masks import AS_FEATURES, IN_BLOCKS
-from tests.support.faults.stairs import IN_STEPS
 from tests.support.faults.subjects import MOST_BATCH, MOST_TOKENS
 
 FP16, BF16 = ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -40,16 +40,16 @@ CLIPPED = 16
 
 
 def factor(g: Graph) -> ir.Value:
-    """What the queries of the first site are multiplied by."""
+    """Return the constant that scales the queries of the first site."""
     multiplied = producer(g.sites[0].scores.inputs[0])
-    found = next((value for value in multiplied.inputs if is_constant(value)), None)
-    if multiplied.op_type != "Mul" or found is None:
+    scale = next((value for value in multiplied.inputs if is_constant(value)), None)
+    if multiplied.op_type != "Mul" or scale is None:
         raise NotThere("a scale")
-    return found
+    return scale
 
 
 def rescaled(change: Callable[[float], float]) -> Alter:
-    """The scale of the first site's scores, changed."""
+    """Change the scale of the first site's scores."""
 
     def alter(g: Graph) -> None:
         if (node := g.fused) is not None:
@@ -61,10 +61,10 @@ def rescaled(change: Callable[[float], float]) -> Alter:
     return alter
 
 
-def scale_behind_softmax(g: Graph) -> None:
+def scale_after_softmax(g: Graph) -> None:
     scale = float(numbers(factor(g)))
     g.set(factor(g), np.asarray(1.0))
-    g.behind(g.sites[0].softmax.outputs[0], lambda op, x: op.Mul(x, float_constant(op, x, scale)))
+    g.after(g.sites[0].softmax.outputs[0], lambda op, x: op.Mul(x, float_constant(op, x, scale)))
 
 
 def softmax_over(axis: int) -> Alter:
@@ -75,19 +75,19 @@ def softmax_over(axis: int) -> Alter:
 
 
 def softmax_twice(g: Graph) -> None:
-    g.behind(g.sites[0].softmax.outputs[0], lambda op, x: op.Softmax(x, axis=-1))
+    g.after(g.sites[0].softmax.outputs[0], lambda op, x: op.Softmax(x, axis=-1))
 
 
 # Masks
 
 
 def mask_becomes(build: Build) -> Alter:
-    """What the deployed graph takes for its padding mask, True where a key is padding."""
-    return lambda g: g.behind(g.mask, build)
+    """Apply `build` to the graph's padding mask, which is True where a key is padding."""
+    return lambda g: g.after(g.mask, build)
 
 
 def allowed_becomes(build: Build, *layers: int) -> Alter:
-    """Where a query of some layers may attend, True where it may: `(B, 1, 1 or n_q, n_k)`."""
+    """Apply `build` to the mask of some layers, True where a query may attend: `(B, 1, 1 or n_q, n_k)`."""
 
     def alter(g: Graph) -> None:
         fills = [fill for fill, _ in g.masked()]
@@ -97,8 +97,8 @@ def allowed_becomes(build: Build, *layers: int) -> Alter:
     return alter
 
 
-def place(op: Builder, x: ir.Value, axis: int, shape: list[int]) -> tuple[ir.Value, ir.Value]:
-    """0, 1, … along one axis of `x`, in a shape of four dims, and the last of these."""
+def index_along(op: Builder, x: ir.Value, axis: int, shape: list[int]) -> tuple[ir.Value, ir.Value]:
+    """Return the indices 0, 1, … along an axis of `x`, in the given shape, and the last index."""
     size = op.Squeeze(op.Shape(x, start=axis, end=axis + 1))
     return op.Reshape(op.Range(constant(op, 0), size, constant(op, 1)), constant(op, shape)), op.Sub(
         size, constant(op, 1)
@@ -110,24 +110,24 @@ def also_head(op: Builder, allowed: ir.Value) -> ir.Value:
 
 
 def also_last_sample(op: Builder, allowed: ir.Value) -> ir.Value:
-    return op.Or(allowed, op.Equal(*place(op, allowed, 0, [-1, 1, 1, 1])))
+    return op.Or(allowed, op.Equal(*index_along(op, allowed, 0, [-1, 1, 1, 1])))
 
 
 def also_last_row(g: Graph) -> None:
     for site in g.sites:
         assert site.fill is not None
         scores = site.scores.outputs[0]
-        g.before(site.fill, 0, lambda op, x, s=scores: op.Or(x, op.Equal(*place(op, s, 2, [1, 1, -1, 1]))))  # type: ignore[misc]
+        g.before(site.fill, 0, lambda op, x, s=scores: op.Or(x, op.Equal(*index_along(op, s, 2, [1, 1, -1, 1]))))  # type: ignore[misc]
 
 
 def only_first_keys(op: Builder, allowed: ir.Value) -> ir.Value:
-    places, _ = place(op, allowed, 3, [1, 1, 1, -1])
-    return op.And(allowed, op.Less(places, constant(op, CLIPPED)))
+    indices, _ = index_along(op, allowed, 3, [1, 1, 1, -1])
+    return op.And(allowed, op.Less(indices, constant(op, CLIPPED)))
 
 
 def without_first_key(op: Builder, mask: ir.Value) -> ir.Value:
-    places, _ = place(op, mask, 1, [1, -1])
-    return op.And(mask, op.Greater(places, constant(op, 0)))
+    indices, _ = index_along(op, mask, 1, [1, -1])
+    return op.And(mask, op.Greater(indices, constant(op, 0)))
 
 
 def nowhere(op: Builder, mask: ir.Value) -> ir.Value:
@@ -161,20 +161,20 @@ def zeros_for_one_key(g: Graph) -> None:
         g.before(guard, 0, several)
 
 
-def mask_behind_softmax(g: Graph) -> None:
-    """Weights are zeroed and not made to sum to one again."""
+def mask_after_softmax(g: Graph) -> None:
+    """Zero the weights after the softmax, without renormalising them."""
     for site in g.sites:
         assert site.fill is not None and site.softmax.inputs[0] is site.fill.outputs[0]
         allowed = site.fill.inputs[0]
         site.softmax.replace_input_with(0, site.scores.outputs[0])
-        g.behind(
+        g.after(
             site.softmax.outputs[0],
             lambda op, x, allowed=allowed: op.Where(allowed, x, float_constant(op, x, 0.0)),  # type: ignore[misc]
         )
 
 
 def diagonal(k: int) -> Alter:
-    """The causal triangle, moved by `k` keys."""
+    """Shift the causal mask by `k` keys."""
     return lambda g: g.before(g.node("Trilu"), 1, lambda op, x: op.Add(x, constant(op, k)))
 
 
@@ -202,7 +202,7 @@ EXCHANGED = [1, 0, 2, 3]
 
 
 def heads_exchanged(of: str) -> Alter:
-    """Two heads of the queries, or of what attention gives, in each other's place."""
+    """Exchange two heads of the queries, or of attention's output."""
 
     def alter(g: Graph) -> None:
         if (node := g.fused) is not None:
@@ -213,7 +213,7 @@ def heads_exchanged(of: str) -> Alter:
             def exchange(op: Builder, x: ir.Value) -> ir.Value:
                 return op.Gather(x, constant(op, columns), axis=2)
 
-            g.before(node, 0, exchange) if of == "query" else g.behind(node.outputs[0], exchange)
+            g.before(node, 0, exchange) if of == "query" else g.after(node.outputs[0], exchange)
             return
         site = g.sites[0]
 
@@ -223,43 +223,43 @@ def heads_exchanged(of: str) -> Alter:
         if of == "query":
             g.before(site.scores, 0, exchange_apart)
         else:
-            g.behind(site.context.outputs[0], exchange_apart)
+            g.after(site.context.outputs[0], exchange_apart)
 
     return alter
 
 
 def heads_interleaved(g: Graph) -> None:
-    """The columns of the queries are read as (d, heads) where they are (heads, d)."""
+    """Read the columns of the queries as (d, heads) instead of (heads, d)."""
     query = g.linear("query").output
     assert query.shape is not None and isinstance(query.shape[-1], int)
     columns = np.arange(query.shape[-1]).reshape(-1, 4).T.ravel()
-    g.behind(query, lambda op, x: op.Gather(x, constant(op, columns), axis=2))
+    g.after(query, lambda op, x: op.Gather(x, constant(op, columns), axis=2))
 
 
 def query_not_transposed(g: Graph) -> None:
-    """(B, n, H, d) becomes (B, H, n, d) by a reshape."""
+    """Reshape (B, n, H, d) to (B, H, n, d) without a transpose."""
     node = producer(g.sites[0].scores.inputs[0])
     while node.op_type != "Transpose":
         node = producer(node.inputs[0])
     source = node.inputs[0]
-    g.behind(node.outputs[0], lambda op, x: op.Reshape(source, op.Shape(x)))
+    g.after(node.outputs[0], lambda op, x: op.Reshape(source, op.Shape(x)))
 
 
 def output_not_transposed(g: Graph) -> None:
-    """(B, H, n, d) becomes (B, n, H·d) by a reshape."""
+    """Reshape (B, H, n, d) to (B, n, H·d) without a transpose."""
     if (node := g.fused) is not None:
 
         def mixed(op: Builder, x: ir.Value) -> ir.Value:
             apart = op.Transpose(op.Reshape(x, constant(op, [0, 0, 4, -1])), perm=[0, 2, 1, 3])
             return op.Reshape(apart, op.Shape(x))
 
-        g.behind(node.outputs[0], mixed)
+        g.after(node.outputs[0], mixed)
         return
     site = g.sites[0]
     assert site.guard is not None
     (transposed,) = g.users(site.guard.outputs[0])
     (merged,) = g.users(transposed.outputs[0])
-    g.behind(merged.outputs[0], lambda op, x: op.Reshape(transposed.inputs[0], op.Shape(x)))
+    g.after(merged.outputs[0], lambda op, x: op.Reshape(transposed.inputs[0], op.Shape(x)))
 
 
 def one_key_head(g: Graph) -> None:
@@ -273,7 +273,7 @@ def half_the_heads(g: Graph) -> None:
 
 def head_lost(g: Graph) -> None:
     mask = [[[[1.0]], [[1.0]], [[1.0]], [[0.0]]]]
-    g.behind(g.sites[0].context.outputs[0], lambda op, x: op.Mul(x, float_constant(op, x, mask)))
+    g.after(g.sites[0].context.outputs[0], lambda op, x: op.Mul(x, float_constant(op, x, mask)))
 
 
 # Weights
@@ -288,7 +288,7 @@ def transposed(part: str, layer: int = 0) -> Alter:
 
 
 def exchanged(first: str, second: str, layers: tuple[int, int] = (0, 0)) -> Alter:
-    """Weights and biases of two projections in each other's place."""
+    """Exchange the weights and biases of two projections."""
 
     def alter(g: Graph) -> None:
         one, two = g.linear(first, layers[0]), g.linear(second, layers[1])
@@ -305,11 +305,11 @@ def swap(g: Graph, one: ir.Value, two: ir.Value) -> None:
 
 
 ELEMENT = {"sign": -1.0, "zero": 0.0, "half more": 1.5, "1%": 1.01}
-SAID = {"sign": "has the other sign", "zero": "is zero", "half more": "is 1.5 times as large", "1%": "is 1% off"}
+CHANGES = {"sign": "has the other sign", "zero": "is zero", "half more": "is 1.5 times as large", "1%": "is 1% off"}
 
 
 def element(weight: Callable[[Graph], ir.Value], change: str, row: int | None = None) -> Alter:
-    """The largest number of a weight, or of a row of it, changed."""
+    """Change the largest element of a weight, or of one of its rows."""
 
     def alter(g: Graph) -> None:
         value = weight(g)
@@ -374,7 +374,7 @@ def first_layer_twice(g: Graph) -> None:
 
 
 def layer_left_out(g: Graph) -> None:
-    """What the first layer gives is what the last norm gets."""
+    """Skip the second layer: the last norm gets the output of the first one."""
     third, last = g.node("LayerNormalization", 2), g.node("LayerNormalization", -1)
     last.replace_input_with(0, third.inputs[0])
 
@@ -383,7 +383,7 @@ def layer_left_out(g: Graph) -> None:
 
 
 def sum_of(g: Graph, part: str, layer: int) -> tuple[ir.Node, ir.Value, ir.Value]:
-    """The Add behind a branch, what goes round the branch, and the branch."""
+    """Return the Add after a branch, the residual, and the branch."""
     branch = g.linear(part, layer).output
     adds = [user for user in g.users(branch) if user.op_type == "Add"]
     if len(adds) != 1:
@@ -399,7 +399,7 @@ def residual(part: str, how: str, layer: int = 0) -> Alter:
         elif how == "branch dropped":
             g.replace(add.outputs[0], around)
         else:
-            g.behind(add.outputs[0], lambda op, x: op.Add(x, around))
+            g.after(add.outputs[0], lambda op, x: op.Add(x, around))
 
     return alter
 
@@ -412,7 +412,7 @@ def epsilon(number: float, i: int = 0) -> Alter:
 
 
 def no_mean(g: Graph) -> None:
-    """A norm that divides by the root of the mean square, and subtracts no mean."""
+    """Normalise by the root mean square, without subtracting the mean."""
     node = g.node("LayerNormalization")
     x, scale, bias = (required(value) for value in node.inputs)
 
@@ -421,22 +421,22 @@ def no_mean(g: Graph) -> None:
         root = op.Sqrt(op.Add(square, float_constant(op, x, 1e-5)))
         return op.Add(op.Mul(op.Div(x, root), scale), bias)
 
-    g.behind(node.outputs[0], root_mean_square)
+    g.after(node.outputs[0], root_mean_square)
 
 
-def norm_behind(g: Graph) -> None:
-    """x + norm(attention(x)) for x + attention(norm(x))."""
+def norm_after(g: Graph) -> None:
+    """Compute x + norm(attention(x)) instead of x + attention(norm(x))."""
     node = g.node("LayerNormalization")
     x, scale, bias = (required(value) for value in node.inputs)
     g.replace(node.outputs[0], x)
-    g.behind(g.linear("output").output, lambda op, y: op.LayerNormalization(y, scale, bias, axis=-1, epsilon=1e-5))
+    g.after(g.linear("output").output, lambda op, y: op.LayerNormalization(y, scale, bias, axis=-1, epsilon=1e-5))
 
 
 def norm_left_out(i: int) -> Alter:
     def alter(g: Graph) -> None:
         node = g.node("LayerNormalization", i)
         if node.outputs[0].is_graph_output():
-            g.behind(node.outputs[0], lambda op, y: op.Identity(node.inputs[0]))
+            g.after(node.outputs[0], lambda op, y: op.Identity(node.inputs[0]))
         else:
             g.replace(node.outputs[0], required(node.inputs[0]))
 
@@ -451,7 +451,7 @@ def norms_exchanged(g: Graph) -> None:
 def activation(build: Build) -> Alter:
     def alter(g: Graph) -> None:
         node = g.node("Gelu")
-        g.behind(node.outputs[0], lambda op, y: build(op, required(node.inputs[0])))
+        g.after(node.outputs[0], lambda op, y: build(op, required(node.inputs[0])))
 
     return alter
 
@@ -468,7 +468,7 @@ def tanh_gelu(g: Graph) -> None:
 
 
 def through(dtype: ir.DataType) -> Build:
-    """A value rounded to a narrower type, and widened again."""
+    """Round a value to a narrower type."""
 
     def cast(op: Builder, x: ir.Value) -> ir.Value:
         assert x.dtype is not None
@@ -481,7 +481,7 @@ def through(dtype: ir.DataType) -> Build:
 
 
 def round_trip(value: Callable[[Graph], ir.Value], dtype: ir.DataType) -> Alter:
-    return lambda g: g.behind(value(g), through(dtype))
+    return lambda g: g.after(value(g), through(dtype))
 
 
 def norm_input(dtype: ir.DataType) -> Alter:
@@ -501,7 +501,7 @@ def residual_stream(g: Graph) -> ir.Value:
 
 
 def result(g: Graph) -> ir.Value:
-    """The output, before it is narrowed to 16 bits."""
+    """Return the output before it is cast to 16 bits."""
     output = g.graph.outputs[0]
     node = producer(output)
     return required(node.inputs[0]) if node.op_type == "Cast" else output
@@ -516,7 +516,7 @@ def moved_rows(g: Graph) -> None:
 
 
 def no_later_rows(g: Graph) -> None:
-    """Every token from some place on has the position of that place."""
+    """Give every token from index CLIPPED on the position before it."""
     table = g.weight("positions.table")
     rows = np.minimum(np.arange(len(numbers(table))), CLIPPED - 1)
     g.set(table, numbers(table)[rows])
@@ -528,10 +528,10 @@ def last_token(g: Graph) -> None:
 
 
 def grid_permuted(perm: list[int]) -> Alter:
-    """How the pixels of patches are laid out."""
+    """Change the layout of the pixels in patches."""
 
     def alter(g: Graph) -> None:
-        node = next((one for one in g.nodes("Transpose") if len(one.attributes["perm"].as_ints()) == 6), None)
+        node = next((t for t in g.nodes("Transpose") if len(t.attributes["perm"].as_ints()) == 6), None)
         if node is None or list(node.attributes["perm"].as_ints()) == perm:
             raise NotThere("patches")
         node.attributes["perm"] = ir.AttrInt64s("perm", perm)
@@ -540,11 +540,11 @@ def grid_permuted(perm: list[int]) -> Alter:
 
 
 def channels_swapped(g: Graph) -> None:
-    g.behind(g.input("image"), lambda op, x: op.Gather(x, constant(op, [2, 1, 0]), axis=1))
+    g.after(g.input("image"), lambda op, x: op.Gather(x, constant(op, [2, 1, 0]), axis=1))
 
 
 def keys_of_another(at_most: bool) -> Alter:
-    """Every sample attends to the keys of the next; or the last alone, and in the largest batch alone."""
+    """Let every sample attend to the keys of the next; or only the last one, in the largest batch."""
 
     def alter(g: Graph) -> None:
         node, index = (g.fused, 1) if g.fused is not None else (g.sites[0].scores, 1)
@@ -554,8 +554,8 @@ def keys_of_another(at_most: bool) -> Alter:
             moved = rolled(op, keys, 0)
             if not at_most:
                 return moved
-            places, _ = place(op, keys, 0, [-1, *[1] * (len(keys.shape or ()) - 1)])
-            return op.Where(op.Equal(places, constant(op, MOST_BATCH - 1)), moved, keys)
+            indices, _ = index_along(op, keys, 0, [-1, *[1] * (len(keys.shape or ()) - 1)])
+            return op.Where(op.Equal(indices, constant(op, MOST_BATCH - 1)), moved, keys)
 
         g.before(node, index, others)
 
@@ -563,15 +563,15 @@ def keys_of_another(at_most: bool) -> Alter:
 
 
 def last_zero(g: Graph) -> None:
-    """The very last number of what is given is zero."""
+    """Set the last element of the output to zero."""
 
     def build(op: Builder, x: ir.Value) -> ir.Value:
         flat = op.Reshape(x, constant(op, [-1]))
         count = op.Squeeze(op.Shape(flat))
-        places = op.Range(constant(op, 1), op.Add(count, constant(op, 1)), constant(op, 1))
-        return op.Reshape(op.Where(op.Equal(places, count), float_constant(op, x, 0.0), flat), op.Shape(x))
+        indices = op.Range(constant(op, 1), op.Add(count, constant(op, 1)), constant(op, 1))
+        return op.Reshape(op.Where(op.Equal(indices, count), float_constant(op, x, 0.0), flat), op.Shape(x))
 
-    g.behind(result(g), build)
+    g.after(result(g), build)
 
 
 # The list
@@ -584,18 +584,18 @@ FAULTS: list[Fault] = []
 INERT = {
     "key-bias-dropped": "adds one number to all scores of a query",
     "key-bias-twice": "adds one number to all scores of a query",
-    "fill-1e4": "exp(-1e4) is zero, where no score is as large",
+    "fill-1e4": "exp(-1e4) is zero unless scores are as large",
     "causal-at-the-end": "there are as many keys as queries",
-    "stale-numbers": "the mask hides what is behind the lengths",
+    "stale-numbers": "the mask hides the slots after the lengths",
 }
-"""Faults that change no function, or none that has ordinary scores, and why."""
+"""Faults that do not change the function, at least for ordinary scores, and the reason."""
 
 NOT_IN = {"matrices-fp16": ("fp16", "bf16"), "matrices-bf16": ("bf16",)}
-"""Faults that alter nothing in some precisions, whose weights are such numbers already, or very nearly."""
+"""Faults that alter nothing in some precisions, because the weights are rounded to them, or nearly, already."""
 
 
 def unaltered(g: Graph) -> None:
-    """The graph as it is: the mistake is made by what drives it."""
+    """Leave the graph unchanged: the decoder that runs it makes the mistake."""
 
 
 def family(name: str, *faults: tuple[str, str, Alter, tuple[str, ...] | str]) -> None:
@@ -611,7 +611,7 @@ family(
     ("scale-by-d", "1/d for 1/√d", rescaled(lambda s: s * s), (ENCODER, VIT, CROSS)),
     ("scale-by-width", "1/√(all heads) for 1/√(one)", rescaled(lambda s: s / 2), (ENCODER, VIT, CROSS)),
     ("scale-missing", "1 for 1/√d", rescaled(lambda s: 1.0), (ENCODER, VIT, CROSS)),
-    ("scale-late", "the softmax's weights scaled, not the scores", scale_behind_softmax, PRODUCTS),
+    ("scale-late", "the softmax's weights scaled, not the scores", scale_after_softmax, PRODUCTS),
 )
 family(
     "softmax",
@@ -635,7 +635,7 @@ family(
         ENCODER,
     ),
     ("mask-last-row", "one row too few: ignored by the last query", also_last_row, (ENCODER, CAUSAL, CROSS)),
-    ("mask-late", "weights zeroed behind the softmax", mask_behind_softmax, PRODUCTS),
+    ("mask-late", "weights zeroed after the softmax", mask_after_softmax, PRODUCTS),
     ("fill-1e4", "-1e4 where -inf is meant", fill_with(-1e4), (ENCODER, CAUSAL, CROSS)),
     ("fill-10", "-10 where -inf is meant", fill_with(-10.0), PRODUCTS),
     ("empty-rows-nan", "NaN for queries without keys, where eager has zeros", without_guard, (ENCODER, CAUSAL, CROSS)),
@@ -644,7 +644,7 @@ family(
     ("causal-one-more", "a token sees the next", diagonal(1), CAUSAL),
     ("causal-upper", "a token sees the later ones", upper, CAUSAL),
     ("causal-ignored", "a token sees all", not_causal, CAUSAL),
-    ("causal-at-the-end", "counted from the last key, where there are as many as queries", from_the_last_key, CAUSAL),
+    ("causal-at-the-end", "counted from the last key, with as many keys as queries", from_the_last_key, CAUSAL),
 )
 family(
     "heads",
@@ -675,8 +675,8 @@ for part, subjects in {
     "down": (ENCODER, VIT),
     "patches": (VIT,),
 }.items():
-    family("one number", (f"{part}-sign", f"of {part}'s weight {SAID['sign']}", element(of(part), "sign"), subjects))
-    for change, what in SAID.items():
+    family("one number", (f"{part}-sign", f"of {part}'s weight {CHANGES['sign']}", element(of(part), "sign"), subjects))
+    for change, what in CHANGES.items():
         if change != "sign":
             title = f"{part}-{change.replace(' ', '-')}"
             family("one number", (title, f"of {part}'s weight {what}", element(of(part), change), subjects[:1]))
@@ -733,7 +733,7 @@ family(
     ("last-epsilon-1e-3", "1e-3 for 1e-5, in the last norm", epsilon(1e-3, -1), ENCODER),
     ("norm-mean", "the mean is not subtracted", no_mean, (ENCODER, VIT)),
     ("norm-unbiased", "the variance divided by n - 1", times(gain(0), math.sqrt(127 / 128)), (ENCODER, VIT)),
-    ("norm-behind", "behind the attention, not before it", norm_behind, (ENCODER, VIT)),
+    ("norm-behind", "after the attention instead of before it", norm_after, (ENCODER, VIT)),
     ("norm-left-out", "the first is left out", norm_left_out(0), (ENCODER, VIT)),
     ("last-norm-left-out", "the last is left out", norm_left_out(-1), (ENCODER, VIT)),
     ("norms-exchanged", "the first and second have each other's weights", norms_exchanged, (ENCODER, VIT)),
@@ -745,7 +745,7 @@ family(
     ("last-residual-dropped", "around the last feed-forward layer", residual("down", "dropped", 1), ENCODER),
     ("branch-dropped", "the first feed-forward layer is left out", residual("down", "branch dropped"), (ENCODER, VIT)),
     ("layers-exchanged", "the second before the first", layers_exchanged, ENCODER),
-    ("layer-twice", "the first in the second's place", first_layer_twice, ENCODER),
+    ("layer-twice", "the first also replaces the second", first_layer_twice, ENCODER),
     ("layer-left-out", "the second is left out", layer_left_out, ENCODER),
 )
 family(
@@ -773,7 +773,7 @@ family(
     "positions",
     ("positions-moved", "off by one", moved_rows, (ENCODER, VIT)),
     ("positions-absent", "there are none", times(named("positions.table"), 0.0), (ENCODER, VIT)),
-    ("positions-clipped", f"right for {CLIPPED} tokens, one and the same for more", no_later_rows, ENCODER),
+    ("positions-clipped", f"right for {CLIPPED} tokens, constant for more", no_later_rows, ENCODER),
 )
 family(
     "image",
@@ -796,14 +796,14 @@ family(
     ("keys-clipped", f"right for {CLIPPED} keys, later ones unseen", allowed_becomes(only_first_keys), PRODUCTS),
 )
 family("blocks", *IN_BLOCKS)
-family("steps", *IN_STEPS)
+family("causal blocks", *IN_STEPS)
 family("mask as a feature", *AS_FEATURES)
 family("8 bits", *IN_EIGHT_BITS)
-family("tables in 8 bits", *IN_TABLES)
+family("8-bit tables", *IN_TABLES)
 family("fp8", *IN_FP8)
 family("4 bits", *IN_4_BITS)
-family("places of steps", *PLACES)
+family("step positions", *POSITIONS)
 family("caches", *CACHES)
-family("seen in caches", *SEEN)
+family("cache visibility", *SEEN)
 for title, what, driver, subjects in DRIVEN:
-    FAULTS.append(Fault(title, "driving", what, unaltered, subjects, title in INERT, driver=driver))
+    FAULTS.append(Fault(title, "decoder driver", what, unaltered, subjects, title in INERT, driver=driver))

@@ -1,5 +1,5 @@
-"""Faults of decoders: of the places of tokens, of what is written to the caches, of what is seen of them, and of how
-steps are driven."""
+"""Faults of decoders: in the positions of tokens, in writing to the caches, in what is visible of them, and in the
+code that runs the steps."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ TURNING, SLOPED = "turning-decoder", "sloped-decoder"
 SUBJECTS = (LLAMA, GPT, WINDOWED, CAPPED, ODD)
 
 FUSED = (LLAMA, GPT, WINDOWED, CAPPED)
-"""Whose attention is GroupQueryAttention."""
+"""Subjects whose attention is GroupQueryAttention."""
 
 FILLED = (ODD,)
-"""Whose attention reads the filled part of the caches."""
+"""Subjects whose attention reads the filled part of the caches."""
 
 ROTARY, LAYERS = (LLAMA, WINDOWED, CAPPED, ODD), (LLAMA,)
 
 FIRST, LAST = 0, -1
-"""Layers."""
+"""The first and the last layer."""
 
 QUERY, KEY, VALUE, KEY_CACHE, VALUE_CACHE, LENGTHS, TOTAL, COSINES, SINES = range(9)
 """Inputs of GroupQueryAttention."""
@@ -49,10 +49,10 @@ QUERY, KEY, VALUE, KEY_CACHE, VALUE_CACHE, LENGTHS, TOTAL, COSINES, SINES = rang
 CLIPPED = 12
 
 Driving = tuple[str, str, type[Decoder], tuple[str, ...]]
-"""Name, what, the decoder that makes the mistake, and the subjects."""
+"""Name, description, the decoder class that makes the mistake, and the subjects."""
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- positions --------------------------------------------------------------------------------------------------------
 
 
 def past(g: Graph) -> ir.Value:
@@ -60,7 +60,7 @@ def past(g: Graph) -> ir.Value:
 
 
 def positions(g: Graph) -> ir.Node:
-    """The Add of `past` and of the places behind it."""
+    """Return the Add of `past` and the indices of the new tokens."""
     for node in g.nodes("Add"):
         if all(value is not None and producer_is(value, "Unsqueeze") for value in node.inputs):
             return node
@@ -73,7 +73,7 @@ def producer_is(value: ir.Value, op_type: str) -> bool:
 
 
 def placed(build: Build) -> Alter:
-    """What `build` makes of the positions that tables are looked up at."""
+    """Apply `build` to the positions at which tables are looked up."""
 
     def alter(g: Graph) -> None:
         at, looked = positions(g).outputs[0], False
@@ -88,11 +88,11 @@ def placed(build: Build) -> Alter:
 
 
 def placed_by(build: Build) -> Alter:
-    """Positions of another `past` than the caches have."""
+    """Compute positions from another `past` than that of the caches."""
 
     def alter(g: Graph) -> None:
-        own = producer(positions(g).inputs[0])
-        wrong = g.insert(own, past(g), build)
+        reshaped = producer(positions(g).inputs[0])
+        wrong = g.insert(reshaped, past(g), build)
         right = positions(g).outputs[0]
         rows = producer(right).inputs[1]
 
@@ -107,7 +107,7 @@ def placed_by(build: Build) -> Alter:
 
 
 def where_some(by: int) -> Build:
-    """`past` off by some, where there is a past."""
+    """Offset `past`, if there is a past."""
 
     def build(op: Builder, x: ir.Value) -> ir.Value:
         return op.Where(op.Greater(x, constant(op, 0)), op.Add(x, constant(op, by)), x)
@@ -128,7 +128,7 @@ def nothing(op: Builder, x: ir.Value) -> ir.Value:
 
 
 def of_most(op: Builder, x: ir.Value) -> ir.Value:
-    """The largest of all samples, for all."""
+    """Use the largest of all samples for all."""
     return op.Expand(op.ReduceMax(x, keepdims=1), op.Shape(x))
 
 
@@ -137,11 +137,11 @@ def clipped(op: Builder, x: ir.Value) -> ir.Value:
 
 
 COS, SIN = 0, 1
-"""Operands of the difference that is the first rotated half."""
+"""Operands of the subtraction that gives the first rotated half."""
 
 
 def rotary(which: int, change: Callable[[Array], Array]) -> Alter:
-    """The rows of a rotary table by place, changed."""
+    """Change a rotary table, whose rows are positions."""
 
     def alter(g: Graph) -> None:
         value = rotary_table(g, which)
@@ -160,13 +160,13 @@ def rotary_table(g: Graph, which: int) -> ir.Value:
 
 def tables_exchanged(g: Graph) -> None:
     cos, sin = (rotary_table(g, which) for which in (COS, SIN))
-    own, other = numbers(cos).copy(), numbers(sin).copy()
-    g.set(cos, other)
-    g.set(sin, own)
+    cosines, sines = numbers(cos).copy(), numbers(sin).copy()
+    g.set(cos, sines)
+    g.set(sin, cosines)
 
 
 def turning(which: int, change: Callable[[Array], Array]) -> Alter:
-    """The rows of a table by which the kernel turns queries and keys, changed."""
+    """Change a table with which the kernel rotates queries and keys."""
 
     def alter(g: Graph) -> None:
         value = required(Step(g, FIRST).attention.inputs[which])
@@ -176,7 +176,7 @@ def turning(which: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def turning_exchanged(g: Graph) -> None:
-    """The kernel has sines for cosines, and cosines for sines."""
+    """Exchange the kernel's sines and cosines."""
     node = Step(g, FIRST).attention
     cosines, sines = node.inputs[COSINES : SINES + 1]
     node.replace_input_with(COSINES, sines)
@@ -184,19 +184,19 @@ def turning_exchanged(g: Graph) -> None:
 
 
 def not_turning(g: Graph) -> None:
-    """The kernel turns nothing."""
+    """Disable the kernel's rotation."""
     node = Step(g, FIRST).attention
     node.resize_inputs(COSINES)
     del node.attributes["do_rotary"]
 
 
 def turning_neighbours(g: Graph) -> None:
-    """The kernel turns neighbours, not halves."""
+    """Let the kernel rotate neighbours instead of halves."""
     Step(g, FIRST).attention.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", 1)
 
 
 def learned(change: Callable[[Array], Array]) -> Alter:
-    """The rows of learned positions, changed."""
+    """Change the table of learned positions."""
 
     def alter(g: Graph) -> None:
         (name,) = (name for name in g.graph.initializers if name.endswith("/by place"))
@@ -223,7 +223,7 @@ class Step:
 
     Attributes:
         attention: GroupQueryAttention, or Attention over the filled part.
-        writers: the TensorScatter of keys and of values; none where attention writes itself.
+        writers: the TensorScatter of keys and of values; none if attention writes the cache itself.
     """
 
     def __init__(self, g: Graph, layer: int) -> None:
@@ -233,24 +233,24 @@ class Step:
         if self.is_fused:
             self.writers: list[ir.Node] = []
         else:
-            at = 2 * (layer % len(g.nodes("Attention")))
-            self.writers = g.nodes("TensorScatter")[at : at + 2]
+            first = 2 * (layer % len(g.nodes("Attention")))
+            self.writers = g.nodes("TensorScatter")[first : first + 2]
 
     def new(self, what: int) -> tuple[ir.Node, int]:
-        """The node that takes the query, or the new keys or values, and as which input."""
+        """Return the node that takes the query, or the new keys or values, and the index of the input."""
         if self.is_fused or what == QUERY:
             return self.attention, what
         return self.writers[what - KEY], 1
 
     def filled(self) -> list[ir.Node]:
-        """The Slices of keys, values and mask."""
+        """Return the Slices of keys, values and mask."""
         if self.is_fused:
             raise NotThere("the filled part of a cache")
         return [producer(value) for value in self.attention.inputs[1:4]]
 
 
 def rotated(what: int, layer: int = FIRST) -> Alter:
-    """Queries or keys are rotated once more."""
+    """Rotate queries or keys twice."""
 
     def alter(g: Graph) -> None:
         cat = rotation(g, what, layer)
@@ -263,13 +263,13 @@ def rotated(what: int, layer: int = FIRST) -> Alter:
             turned = op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))
             return like(op.Concat(*turned, axis=-1), x)
 
-        g.behind(cat.outputs[0], again)
+        g.after(cat.outputs[0], again)
 
     return alter
 
 
 def not_rotated(what: int, layer: int = FIRST) -> Alter:
-    """Queries or keys stay as they are."""
+    """Leave queries or keys unrotated."""
 
     def alter(g: Graph) -> None:
         cat = rotation(g, what, layer)
@@ -280,7 +280,7 @@ def not_rotated(what: int, layer: int = FIRST) -> Alter:
 
 
 def rotation(g: Graph, what: int, layer: int) -> ir.Node:
-    """The Concat of the two rotated halves."""
+    """Return the Concat of the two rotated halves."""
     user, index = Step(g, layer).new(what)
     node = producer(user.inputs[index])
     while node.op_type in ("Reshape", "Transpose"):
@@ -291,7 +291,7 @@ def rotation(g: Graph, what: int, layer: int) -> ir.Node:
 
 
 def new_exchanged(g: Graph) -> None:
-    """New keys are written as values, new values as keys."""
+    """Write new keys as values and new values as keys."""
     step = Step(g, FIRST)
     (a, i), (b, j) = step.new(KEY), step.new(VALUE)
     key, value = a.inputs[i], b.inputs[j]
@@ -301,16 +301,16 @@ def new_exchanged(g: Graph) -> None:
 
 
 def group_of_another(g: Graph) -> None:
-    """Queries read the heads of keys in turn, not in groups."""
+    """Assign key heads to queries in turn, not in groups."""
     node = Step(g, FIRST).attention
     heads, shared = node.attributes["num_heads"].as_int(), node.attributes["kv_num_heads"].as_int()
     order = np.arange(heads).reshape(shared, -1).T.reshape(-1)
     g.before(node, QUERY, heads_in(order))
-    g.behind(node.outputs[0], heads_in(np.argsort(order)))
+    g.after(node.outputs[0], heads_in(np.argsort(order)))
 
 
 def heads_in(order: Array) -> Build:
-    """Heads side by side, in another order."""
+    """Reorder concatenated heads."""
 
     def build(op: Builder, x: ir.Value) -> ir.Value:
         apart = op.Reshape(x, constant(op, [0, 0, len(order), -1]))
@@ -323,7 +323,7 @@ def heads_in(order: Array) -> Build:
 
 
 def lengths(build: Build, layer: int = FIRST) -> Alter:
-    """GroupQueryAttention has other lengths, in int32."""
+    """Apply `build` to the lengths of GroupQueryAttention, which are int32."""
     return lambda g: g.before(Step(g, layer).attention, LENGTHS, as_lengths(build))
 
 
@@ -335,8 +335,8 @@ def as_lengths(build: Build) -> Build:
     return made
 
 
-def behind_a_prompt(by: int) -> Alter:
-    """The rows of a step that has a past are written some places too far."""
+def after_a_prompt(by: int) -> Alter:
+    """Write the rows of a step with a past at an offset."""
 
     def alter(g: Graph) -> None:
         before = past(g)
@@ -351,7 +351,7 @@ def behind_a_prompt(by: int) -> Alter:
 
 
 def total_too_small(g: Graph) -> None:
-    """GroupQueryAttention has a total length that is one too small, though no smaller than what is new."""
+    """Make GroupQueryAttention's total length one too small, but not smaller than the number of new tokens."""
     tokens = g.input("tokens")
 
     def build(op: Builder, x: ir.Value) -> ir.Value:
@@ -363,7 +363,7 @@ def total_too_small(g: Graph) -> None:
 
 
 def written_at(build: Build, which: tuple[int, ...] = (0, 1)) -> Alter:
-    """New keys (0) or values (1) are written elsewhere."""
+    """Apply `build` to the position where new keys (0) or values (1) are written."""
 
     def alter(g: Graph) -> None:
         writers = Step(g, FIRST).writers
@@ -376,15 +376,15 @@ def written_at(build: Build, which: tuple[int, ...] = (0, 1)) -> Alter:
 
 
 def caches_read(*pairs: tuple[tuple[int, int], tuple[int, int]]) -> Alter:
-    """Caches exchanged as they go in: each by layer, and 0 for keys or 1 for values."""
+    """Exchange input caches, each given by its layer and 0 for keys or 1 for values."""
 
     def alter(g: Graph) -> None:
-        sites = {one: cache_input(g, *one) for pair in pairs for one in pair}
-        held = {one: node.inputs[index] for one, (node, index) in sites.items()}
+        sites = {cache: cache_input(g, *cache) for pair in pairs for cache in pair}
+        values = {cache: node.inputs[index] for cache, (node, index) in sites.items()}
         for first, second in pairs:
-            for one, other in ((first, second), (second, first)):
-                node, index = sites[one]
-                node.replace_input_with(index, held[other])
+            for target, source in ((first, second), (second, first)):
+                node, index = sites[target]
+                node.replace_input_with(index, values[source])
 
     return alter
 
@@ -395,13 +395,13 @@ def cache_input(g: Graph, layer: int, what: int) -> tuple[ir.Node, int]:
 
 
 def of_first_layer(g: Graph) -> None:
-    """The last layer reads the first one's cache of keys."""
-    (node, index), (first, at) = cache_input(g, LAST, 0), cache_input(g, FIRST, 0)
-    node.replace_input_with(index, first.inputs[at])
+    """Let the last layer read the first one's key cache."""
+    (node, index), (first, first_index) = cache_input(g, LAST, 0), cache_input(g, FIRST, 0)
+    node.replace_input_with(index, first.inputs[first_index])
 
 
 def not_written(*what: int) -> Alter:
-    """The cache that comes out is the one that went in: of keys (0), of values (1)."""
+    """Return the input cache of keys (0) or values (1) as the output cache."""
 
     def alter(g: Graph) -> None:
         for i in what:
@@ -417,33 +417,33 @@ def not_written(*what: int) -> Alter:
 
 
 def attribute(name: str, change: Callable[[float], float], layer: int = FIRST) -> Alter:
-    """A number of attention's, changed."""
+    """Change a numeric attribute of attention."""
 
     def alter(g: Graph) -> None:
         node = Step(g, layer).attention
-        own = node.attributes.get(name)
-        if own is None or not own.value:
+        old = node.attributes.get(name)
+        if old is None or not old.value:
             raise NotThere(name)
-        is_whole = own.type == ir.AttributeType.INT
+        is_whole = old.type == ir.AttributeType.INT
         node.attributes[name] = (
-            ir.AttrInt64(name, int(change(own.as_int()))) if is_whole else ir.AttrFloat32(name, change(own.as_float()))
+            ir.AttrInt64(name, int(change(old.as_int()))) if is_whole else ir.AttrFloat32(name, change(old.as_float()))
         )
 
     return alter
 
 
 def filled_to(build: Build) -> Alter:
-    """The filled part ends elsewhere, one place in at least."""
+    """Change the end of the filled part, which has at least one slot."""
 
     def alter(g: Graph) -> None:
         end = required(Step(g, FIRST).filled()[0].inputs[2])
-        g.behind(end, lambda op, x: op.Max(build(op, x), constant(op, 1)))
+        g.after(end, lambda op, x: op.Max(build(op, x), constant(op, 1)))
 
     return alter
 
 
 def filled_of(op_type: str) -> Alter:
-    """The filled part is another sample's than the longest one's."""
+    """Compute the filled part from another sample than the longest one."""
 
     def alter(g: Graph) -> None:
         end = producer(required(Step(g, FIRST).filled()[0].inputs[2]))
@@ -455,8 +455,8 @@ def filled_of(op_type: str) -> Alter:
     return alter
 
 
-def own_place(build: Build) -> Alter:
-    """The mask has another place for every token."""
+def token_position(build: Build) -> Alter:
+    """Apply `build` to the positions of the tokens in the mask."""
 
     def alter(g: Graph) -> None:
         (least,) = g.nodes("LessOrEqual")
@@ -469,20 +469,20 @@ def mask(build: Build) -> Alter:
     def alter(g: Graph) -> None:
         (least,) = g.nodes("LessOrEqual")
         (both,) = g.users(least.outputs[0])
-        g.behind(both.outputs[0], build)
+        g.after(both.outputs[0], build)
 
     return alter
 
 
 def window_of_mask(by: int | None) -> Alter:
-    """The window is longer by some; with None there is none."""
+    """Extend the window, or remove it with None."""
 
     def alter(g: Graph) -> None:
         greater = next((node for node in g.nodes("Greater") if producer_is(required(node.inputs[1]), "Sub")), None)
         if greater is None:
             raise NotThere("a window")
         if by is None:
-            g.behind(greater.outputs[0], all_true)
+            g.after(greater.outputs[0], all_true)
         else:
             size = required(producer(greater.inputs[1]).inputs[1])
             assert is_constant(size)
@@ -492,16 +492,16 @@ def window_of_mask(by: int | None) -> Alter:
 
 
 def counted_in_the_call(g: Graph) -> None:
-    """Causality is counted from the first token of the call."""
+    """Count causality from the first token of the call."""
     (least,) = g.nodes("LessOrEqual")
     rows = positions(g).inputs[1]
     g.before(least, 1, lambda op, x: op.Expand(op.Unsqueeze(rows, constant(op, [1, 3])), op.Shape(x)))
 
 
 def values_moved(g: Graph) -> None:
-    """Values one place ahead of the keys."""
+    """Shift the values by one against the keys."""
     values = Step(g, FIRST).filled()[1]
-    g.behind(values.outputs[0], lambda op, x: rolled(op, x, 2))
+    g.after(values.outputs[0], lambda op, x: rolled(op, x, 2))
 
 
 def times(factor: float) -> Build:
@@ -517,59 +517,59 @@ def new_keys(build: Build) -> Alter:
 
 
 def biased(build: Build) -> Alter:
-    """The kernel adds another bias."""
+    """Apply `build` to the bias that the kernel adds."""
     return lambda g: g.before(Step(g, FIRST).attention, driving.BIAS, build)
 
 
-PLACES: Family = [
+POSITIONS: Family = [
     ("places-one-later", "one later", placed(one_more), GPT),
     ("places-step-later", "one later in a call that has a past", placed_by(where_some(1)), SUBJECTS),
     ("places-step-earlier", "one earlier in a call that has a past", placed_by(where_some(-1)), SUBJECTS),
     ("places-without-past", "counted from the first token of the call", placed_by(nothing), SUBJECTS),
     ("places-of-first-sample", "all samples have the first one's", placed_by(first_along(0)), SUBJECTS),
     ("places-of-longest", "all samples have the longest one's", placed_by(of_most), SUBJECTS),
-    ("places-clipped", f"right up to {CLIPPED}, one and the same behind", placed(clipped), SUBJECTS),
-    ("cos-moved", "rotary cosines of the next place", rotary(COS, lambda t: np.roll(t, -1, 0)), ROTARY),
-    ("sin-moved", "rotary sines of the next place", rotary(SIN, lambda t: np.roll(t, -1, 0)), ROTARY),
+    ("places-clipped", f"right up to {CLIPPED}, constant after it", placed(clipped), SUBJECTS),
+    ("cos-moved", "rotary cosines of the next position", rotary(COS, lambda t: np.roll(t, -1, 0)), ROTARY),
+    ("sin-moved", "rotary sines of the next position", rotary(SIN, lambda t: np.roll(t, -1, 0)), ROTARY),
     ("sin-negated", "rotated the other way", rotary(SIN, lambda t: -t), ROTARY),
     ("sin-1%", "rotary sines 1% too large", rotary(SIN, lambda t: t * 1.01), (LLAMA, ODD)),
     ("cos-sin", "rotary sines and cosines exchanged", tables_exchanged, (LLAMA, ODD)),
     ("frequencies-reversed", "rotary frequencies in reverse", rotary(COS, lambda t: t[:, ::-1]), (LLAMA, ODD)),
-    ("rotary-rows-lost", f"rotary cosines of place {CLIPPED - 1} for all behind", rotary(COS, last_rows_lost), ROTARY),
+    ("rotary-rows-lost", f"rotary cosines constant from {CLIPPED - 1} on", rotary(COS, last_rows_lost), ROTARY),
     ("positions-of-next", "learned positions one row off", learned(lambda t: np.roll(t, -1, 0)), GPT),
     ("keys-rotated-twice", "keys rotated twice", rotated(KEY), ROTARY),
     ("last-keys-rotated-twice", "keys rotated twice in the last layer", rotated(KEY, LAST), LAYERS),
     ("queries-rotated-twice", "queries rotated twice", rotated(QUERY), ROTARY),
     ("keys-not-rotated", "keys not rotated", not_rotated(KEY), ROTARY),
     ("queries-not-rotated", "queries not rotated", not_rotated(QUERY), (LLAMA, ODD)),
-    ("kernel-cos-moved", "the kernel's cosines are the next place's", turning(COSINES, next_row), TURNING),
-    ("kernel-sin-moved", "the kernel's sines are the next place's", turning(SINES, next_row), TURNING),
-    ("kernel-sin-negated", "the kernel turns the other way", turning(SINES, lambda t: -t), TURNING),
+    ("kernel-cos-moved", "the kernel's cosines are those of the next position", turning(COSINES, next_row), TURNING),
+    ("kernel-sin-moved", "the kernel's sines are those of the next position", turning(SINES, next_row), TURNING),
+    ("kernel-sin-negated", "the kernel rotates the other way", turning(SINES, lambda t: -t), TURNING),
     ("kernel-sin-1%", "the kernel's sines 1% too large", turning(SINES, lambda t: t * 1.01), TURNING),
-    ("kernel-rows-lost", f"cosines of place {CLIPPED - 1} for all behind", turning(COSINES, last_rows_lost), TURNING),
+    ("kernel-rows-lost", f"cosines constant from {CLIPPED - 1} on", turning(COSINES, last_rows_lost), TURNING),
     ("kernel-cos-sin", "the kernel's sines and cosines exchanged", turning_exchanged, TURNING),
-    ("kernel-turns-nothing", "the kernel turns neither queries nor keys", not_turning, TURNING),
+    ("kernel-turns-nothing", "the kernel rotates neither queries nor keys", not_turning, TURNING),
     ("slopes-of-other-heads", "every head has the slope of another", biased(lambda op, x: rolled(op, x, 1)), SLOPED),
     ("slopes-negated", "further keys count more", biased(times(-1.0)), SLOPED),
-    ("slopes-1%", "slopes 1% too steep", biased(times(1.01)), SLOPED),
+    ("slopes-1%", "ALiBi slopes 1% too steep", biased(times(1.01)), SLOPED),
     ("no-slopes", "no bias", biased(times(0.0)), SLOPED),
     ("bias-of-next-key", "every key has the bias of another", biased(lambda op, x: rolled(op, x, 3)), SLOPED),
-    ("kernel-turns-neighbours", "the kernel turns neighbours, not halves", turning_neighbours, TURNING),
+    ("kernel-turns-neighbours", "the kernel rotates neighbours, not halves", turning_neighbours, TURNING),
 ]  # fmt: skip
 
 CACHES: Family = [
-    ("row-too-far", "a step's row is written one place too far", behind_a_prompt(1), FUSED),
-    ("row-too-early", "a step's row is written one place too early", behind_a_prompt(-1), FUSED),
-    ("last-row-too-far", "written one too far in the last layer", lengths(one_more, LAST), (LLAMA,)),
+    ("row-too-far", "a step's row is written one slot too far", after_a_prompt(1), FUSED),
+    ("row-too-early", "a step's row is written one slot too early", after_a_prompt(-1), FUSED),
+    ("last-row-too-far", "written one slot too far in the last layer", lengths(one_more, LAST), (LLAMA,)),
     ("lengths-first-sample", "all samples have the first one's lengths", lengths(first_along(0)), FUSED),
     ("lengths-of-longest", "all samples have the longest one's lengths", lengths(of_most), (LLAMA, WINDOWED)),
     ("total-too-small", "the total length one too small", total_too_small, (LLAMA, GPT)),
-    ("scatter-too-far", "keys and values are written one place too far", written_at(one_more), FILLED),
-    ("scatter-too-early", "written one too early, where there is a past", written_at(where_some(-1)), FILLED),
-    ("scatter-keys-too-far", "keys alone are written one place too far", written_at(one_more, (0,)), FILLED),
-    ("scatter-values-too-far", "values alone are written one place too far", written_at(one_more, (1,)), FILLED),
-    ("scatter-at-start", "every call writes from the first place on", written_at(nothing), FILLED),
-    ("scatter-first-sample", "all samples are written at the first one's place", written_at(first_along(0)), FILLED),
+    ("scatter-too-far", "keys and values are written one slot too far", written_at(one_more), FILLED),
+    ("scatter-too-early", "written one slot too early if there is a past", written_at(where_some(-1)), FILLED),
+    ("scatter-keys-too-far", "only keys are written one slot too far", written_at(one_more, (0,)), FILLED),
+    ("scatter-values-too-far", "only values are written one slot too far", written_at(one_more, (1,)), FILLED),
+    ("scatter-at-start", "every call writes from the first slot on", written_at(nothing), FILLED),
+    ("scatter-first-sample", "all samples are written at the first one's position", written_at(first_along(0)), FILLED),
     ("caches-exchanged", "the caches of keys and values exchanged", caches_read(((0, 0), (0, 1))), SUBJECTS),
     ("layers-caches-exchanged", "two layers have each other's keys", caches_read(((0, 0), (-1, 0))), LAYERS),
     ("layers-values-exchanged", "two layers have each other's values", caches_read(((0, 1), (-1, 1))), LAYERS),
@@ -591,17 +591,17 @@ SEEN: Family = [
     ("step-scale-1%", "scores 1% too large", attribute("scale", lambda s: 1.01 * s), SUBJECTS),
     ("step-scale-by-d", "1/d for 1/√d", attribute("scale", lambda s: s * s), SUBJECTS),
     ("groups-in-turn", "queries read key heads in turn, not in groups", group_of_another, (LLAMA, WINDOWED)),
-    ("filled-too-short", "the filled part ends one place early", filled_to(one_fewer), FILLED),
+    ("filled-too-short", "the filled part ends one slot early", filled_to(one_fewer), FILLED),
     ("filled-of-shortest", "the filled part is the shortest sample's", filled_of("ReduceMin"), FILLED),
-    ("seen-one-more", "a token sees the place behind it", own_place(one_more), FILLED),
-    ("seen-one-fewer", "a token does not see itself", own_place(one_fewer), FILLED),
-    ("seen-all", "every place up to the last that is filled is seen", mask(all_true), FILLED),
+    ("seen-one-more", "a token sees the slot after it", token_position(one_more), FILLED),
+    ("seen-one-fewer", "a token does not see itself", token_position(one_fewer), FILLED),
+    ("seen-all", "every slot up to the last filled one is seen", mask(all_true), FILLED),
     ("seen-in-the-call", "causality counted from the first token of the call", counted_in_the_call, FILLED),
     ("seen-first-sample", "all samples see what the first one sees", mask(first_along(0)), FILLED),
     ("mask-window-shorter", "a query sees one token fewer", window_of_mask(-1), FILLED),
     ("mask-window-longer", "a query sees one token more", window_of_mask(1), FILLED),
     ("mask-window-dropped", "a query sees all before it", window_of_mask(None), FILLED),
-    ("filled-values-moved", "values one place ahead of the keys", values_moved, FILLED),
+    ("filled-values-moved", "values shifted by one against the keys", values_moved, FILLED),
 ]  # fmt: skip
 
 DRIVEN: list[Driving] = [
@@ -612,16 +612,16 @@ DRIVEN: list[Driving] = [
     ("ragged-as-first", "a step has the first sample's length for all", driving.LengthsOfFirst, (LLAMA, ODD)),
     ("prompts-in-one-cache", "prompts of all samples in the first one's cache", driving.CachesOfFirst, (LLAMA, ODD)),
     ("prompt-from-start", "several tokens are written over what is there", driving.PromptFromStart, (LLAMA, GPT, ODD)),
-    ("stale-token", "the first token behind a crop is seen", driving.StaleToken, SUBJECTS),
-    ("stale-numbers", "what a crop forgets stays, and is not seen", driving.StaleNumbers, (LLAMA, ODD)),
-    ("crop-one-more", "a crop forgets one token more", driving.CropOneMore, (LLAMA, GPT, ODD)),
+    ("stale-token", "the first token after a crop is seen", driving.StaleToken, SUBJECTS),
+    ("stale-numbers", "the values that a crop removes stay, but hidden", driving.StaleNumbers, (LLAMA, ODD)),
+    ("crop-one-more", "a crop removes one token more", driving.CropOneMore, (LLAMA, GPT, ODD)),
     ("crop-erases", "a crop erases the last token that it keeps", driving.CropErases, (LLAMA, ODD)),
     ("crop-by-first", "a crop leaves all as long as the first", driving.CropByFirst, (LLAMA, ODD)),
     ("not-reset", "a reset leaves the first token", driving.NotReset, (LLAMA, GPT, ODD)),
-    ("fork-shares", "a fork has the same caches", driving.ForkShares, SUBJECTS),
-    ("fork-shares-lengths", "a fork has the same lengths", driving.ForkSharesLengths, (LLAMA, ODD)),
-    ("fork-one-fewer", "a fork copies one place too few", driving.ForkOneFewer, SUBJECTS),
-    ("fork-without-values", "a fork copies keys alone", driving.ForkWithoutValues, (LLAMA, ODD)),
+    ("fork-shares", "a fork shares the caches", driving.ForkShares, SUBJECTS),
+    ("fork-shares-lengths", "a fork shares the lengths", driving.ForkSharesLengths, (LLAMA, ODD)),
+    ("fork-one-fewer", "a fork copies one slot too few", driving.ForkOneFewer, SUBJECTS),
+    ("fork-without-values", "a fork copies only keys", driving.ForkWithoutValues, (LLAMA, ODD)),
     ("fork-reversed", "a fork has the samples in another order", driving.ForkReversed, (LLAMA, ODD)),
     ("driven-steps-lost", "values that a step writes are lost", driving.OutputsLost, (LLAMA, ODD)),
     ("driven-layers-exchanged", "caches of two layers are bound to each other", driving.CachesExchanged, LAYERS),

@@ -1,4 +1,4 @@
-"""Decoders that are driven: over a deployed step or over the same step in float64, rightly or with a mistake."""
+"""Run decoders over a deployed step or over the same step in float64, correctly or with a mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKEND = "onnxruntime-cpu"
 
 
 class Driven(WholeSequences):
-    """Whole sequences and schedules by a decoder of another kind."""
+    """Runs whole sequences and schedules with a given decoder class."""
 
     def __init__(self, backend: Backend, manifest: Manifest, kind: type[Decoder] = Decoder) -> None:
         super().__init__(backend, manifest)
@@ -39,7 +39,7 @@ class Driven(WholeSequences):
         return self._kind(cast(Stepping, self._backend), self._step, batch)
 
     def given(self, order: str | None, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs, by name, where the tokens are given in an order; None for all at once."""
+        """Return the outputs, by name, for an order of the tokens; None gives all tokens at once."""
         if order is not None:
             return self.by_schedule(order, feeds)
         (tokens,) = feeds.values()
@@ -47,7 +47,7 @@ class Driven(WholeSequences):
 
 
 def verified(bundle: Bundle, kind: type[Decoder]) -> BackendReport:
-    """What `verify` says of a bundle whose steps are driven by a decoder of another kind."""
+    """Verify a bundle whose steps are run by a given decoder class."""
     backend = REGISTRY[BACKEND].open(bundle, BACKEND, Options())
     with Session(bundle, Driven(backend, bundle.manifest, kind)) as session:
         return hold(bundle, BACKEND, session.run, schedules=session.schedules)
@@ -57,14 +57,14 @@ def verified(bundle: Bundle, kind: type[Decoder]) -> BackendReport:
 
 
 BIAS = 10
-"""The input of GroupQueryAttention that is added to scores."""
+"""Index of GroupQueryAttention's input that is added to the scores."""
 
 
 class DoubleSteps:
-    """A step in float64, whose caches are never one buffer with those that come out.
+    """A step in float64, whose input and output caches are separate buffers.
 
     Args:
-        model: a deployed step; is changed.
+        model: a deployed step; it is modified.
     """
 
     name, gpu = "float64", None
@@ -73,7 +73,7 @@ class DoubleSteps:
         turn_before_attention(model)
         for node in list(model.graph):
             if node.op_type == "GroupQueryAttention":
-                _write_out(model.graph, node)
+                _decompose(model.graph, node)
         to_double(model)
         options = session_options(threads=1)
         options.log_severity_level = 4
@@ -95,20 +95,20 @@ class DoubleSteps:
 
 
 def in_double(model: ir.Model, manifest: Manifest, kind: type[Decoder] = Decoder) -> Driven:
-    """The decoder of a deployed step in float64, with outputs in float64.
+    """Return the decoder of a deployed step in float64, with float64 outputs.
 
     Args:
-        model: a deployed step; is changed.
-        manifest: of its bundle.
-        kind: of the decoder.
+        model: a deployed step; it is modified.
+        manifest: its bundle's manifest.
+        kind: the decoder class.
     """
     outputs = [spec.model_copy(update={"dtype": "float64"}) for spec in manifest.outputs]
     wide = manifest.model_copy(update={"outputs": outputs})
     return Driven(cast(Backend, DoubleSteps(model)), wide, kind)
 
 
-def _write_out(graph: ir.Graph, node: ir.Node) -> None:
-    """GroupQueryAttention over a cache, in standard operators: what its kernel on the CPU does."""
+def _decompose(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace GroupQueryAttention over a cache with standard operators that match its CPU kernel."""
     results: list[ir.Value] = []
 
     def build(op: Builder) -> ir.Value:
@@ -140,24 +140,24 @@ def _over_cache(op: Builder, node: ir.Node) -> list[ir.Value]:
     next_key, next_value = (
         op.TensorScatter(cache, new, past, axis=2) for cache, new in ((key_cache, key), (value_cache, value))
     )
-    own = constant(op, np.repeat(np.arange(shared), heads // shared))
-    keys, values = (op.Gather(x, own, axis=1) for x in (next_key, next_value))
+    key_heads = constant(op, np.repeat(np.arange(shared), heads // shared))
+    keys, values = (op.Gather(x, key_heads, axis=1) for x in (next_key, next_value))
     scale = op.CastLike(constant(op, attributes.get_float("scale", 0.0) or 0.0, DOUBLE), query)
     scores = op.MatMul(op.Mul(query, scale), op.Transpose(keys, perm=[0, 1, 3, 2]))
     if softcap := attributes.get_float("softcap", 0.0):
         cap = op.CastLike(constant(op, softcap, DOUBLE), query)
         scores = op.Mul(op.Tanh(op.Div(scores, cap)), cap)
-    if len(node.inputs) > BIAS:  # of as many keys as the longest sample has
-        bias, places = required(node.inputs[BIAS]), op.Shape(keys, start=2, end=3)
-        missing = op.Sub(places, op.Shape(bias, start=3, end=4))
+    if len(node.inputs) > BIAS:  # has as many keys as the longest sample
+        bias, slots = required(node.inputs[BIAS]), op.Shape(keys, start=2, end=3)
+        missing = op.Sub(slots, op.Shape(bias, start=3, end=4))
         scores = op.Add(scores, op.Pad(bias, op.Concat(constant(op, [0] * 7), missing, axis=0)))
     by_sample = constant(op, [-1, 1, 1, 1])
     columns = op.Range(constant(op, 0), op.Gather(op.Shape(keys), constant(op, 2)), constant(op, 1))
     rows = op.Unsqueeze(op.Range(constant(op, 0), count, constant(op, 1)), constant(op, [1]))
-    at = op.Add(op.Reshape(past, by_sample), rows)
-    seen = op.And(op.LessOrEqual(columns, at), op.LessOrEqual(columns, op.Reshape(last, by_sample)))
+    positions = op.Add(op.Reshape(past, by_sample), rows)
+    seen = op.And(op.LessOrEqual(columns, positions), op.LessOrEqual(columns, op.Reshape(last, by_sample)))
     if (window := attributes.get_int("local_window_size", -1)) is not None and window > 0:
-        seen = op.And(seen, op.Greater(columns, op.Sub(at, constant(op, window))))
+        seen = op.And(seen, op.Greater(columns, op.Sub(positions, constant(op, window))))
     hidden = op.CastLike(constant(op, -np.inf, DOUBLE), scores)
     weights = op.Softmax(op.Where(seen, scores, hidden), axis=-1)
     attended = op.Transpose(op.MatMul(weights, values), perm=[0, 2, 1, 3])
@@ -177,7 +177,7 @@ class PromptTooShort(Decoder):
 
 
 class PromptTooLong(Decoder):
-    """A prompt counts one token more, where there is a place for it."""
+    """A prompt counts one token more, if there is a slot for it."""
 
     def _extended(self, rows: Sequence[Array], *how: Any, **named: Any) -> dict[str, list[Array]]:
         answers = super()._extended(rows, *how, **named)
@@ -186,7 +186,7 @@ class PromptTooLong(Decoder):
 
 
 class StepsLost(Decoder):
-    """A step behind a prompt is not counted, so that the next is written over it."""
+    """A step after a prompt is not counted, so the next one overwrites it."""
 
     def _extended(self, rows: Sequence[Array], *how: Any, **named: Any) -> dict[str, list[Array]]:
         had = self._past.copy()
@@ -209,10 +209,10 @@ class LengthsOfFirst(Decoder):
     """A step has the first sample's length for all."""
 
     def _run_one(self) -> None:
-        own = self._past.copy()
-        self._past[:] = own[0]
+        lengths = self._past.copy()
+        self._past[:] = lengths[0]
         super()._run_one()
-        self._past[:] = own
+        self._past[:] = lengths
 
 
 class CachesOfFirst(Decoder):
@@ -224,14 +224,14 @@ class CachesOfFirst(Decoder):
 
 
 class PromptFromStart(Decoder):
-    """More than one token is always written from the first place on, whatever is there."""
+    """Several tokens are always written from the first slot on, whatever is there."""
 
     def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
         return super()._bound(tokens, np.zeros_like(past) if tokens.shape[1] > 1 else past, outputs, samples)
 
 
 class StaleToken(Decoder):
-    """The first token that a crop is to forget stays, and is seen."""
+    """The first token that a crop should remove stays visible."""
 
     def crop(self, lengths: Any) -> None:
         wanted, had = self._lengths(lengths), self._past.copy()
@@ -240,7 +240,7 @@ class StaleToken(Decoder):
 
 
 class StaleNumbers(Decoder):
-    """What a crop forgets stays in the caches, and is not seen."""
+    """The values that a crop removes stay in the caches, but hidden."""
 
     def crop(self, lengths: Any) -> None:
         before = {name: cache.copy() for name, cache in self._caches.items()}
@@ -250,7 +250,7 @@ class StaleNumbers(Decoder):
 
 
 class CropOneMore(Decoder):
-    """A crop forgets one token more, where it forgets any."""
+    """A crop removes one token more, if it removes any."""
 
     def crop(self, lengths: Any) -> None:
         wanted = self._lengths(lengths)
@@ -258,7 +258,7 @@ class CropOneMore(Decoder):
 
 
 class CropErases(Decoder):
-    """A crop erases the last token that it keeps, too."""
+    """A crop also erases the last token that it keeps."""
 
     def crop(self, lengths: Any) -> None:
         super().crop(lengths)
@@ -295,21 +295,21 @@ class _Forking(Decoder):
 
 
 class ForkShares(_Forking):
-    """A fork has the same caches, not copies."""
+    """A fork shares the caches instead of copying them."""
 
     def spoil(self, copy: Decoder) -> None:
         copy._caches = self._caches
 
 
 class ForkSharesLengths(_Forking):
-    """A fork has the same lengths, not copies."""
+    """A fork shares the lengths instead of copying them."""
 
     def spoil(self, copy: Decoder) -> None:
         copy._past = self._past
 
 
 class ForkOneFewer(_Forking):
-    """A fork copies one place too few."""
+    """A fork copies one slot too few."""
 
     def spoil(self, copy: Decoder) -> None:
         last = int(self._past.max())
@@ -318,7 +318,7 @@ class ForkOneFewer(_Forking):
 
 
 class ForkWithoutValues(_Forking):
-    """A fork copies keys alone."""
+    """A fork copies only keys."""
 
     def spoil(self, copy: Decoder) -> None:
         for spec in self._step.decoding.caches:
@@ -334,7 +334,7 @@ class ForkReversed(_Forking):
 
 
 class OutputsLost(Decoder):
-    """What a step writes to the caches of values is lost, as where what comes out is not what goes in."""
+    """The values that a step writes are lost, as if input and output were separate buffers."""
 
     def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
         run = super()._bound(tokens, past, outputs, samples)
@@ -350,7 +350,7 @@ class OutputsLost(Decoder):
 
 
 class CachesExchanged(Decoder):
-    """A step gives the layers' keys back in the other order."""
+    """A step returns the layers' keys in the wrong order."""
 
     def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
         run = super()._bound(tokens, past, outputs, samples)
@@ -358,8 +358,8 @@ class CachesExchanged(Decoder):
 
         def exchanged() -> None:
             run()
-            own = self._caches[first][samples].copy()
+            before = self._caches[first][samples].copy()
             self._caches[first][samples] = self._caches[last][samples]
-            self._caches[last][samples] = own
+            self._caches[last][samples] = before
 
         return exchanged

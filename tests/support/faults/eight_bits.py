@@ -1,4 +1,4 @@
-"""Faults of products in 8 bits: of what quantises their inputs, of their weights, scales, zero points and biases."""
+"""Faults of 8-bit products: in the quantisation of inputs, in weights, scales, zero points and biases."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ QUERY, KEY, OUTPUT, UP, DOWN = 0, 1, 3, 4, 5
 
 
 class Product:
-    """The parts of a product in 8 bits.
+    """The parts of an 8-bit product.
 
     Attributes:
         node: the product, which takes: input, weight, their scales, and the input's zero point.
         quantise: the QuantizeLinear of its input.
         weight: (channels, outputs) int8.
-        scale: of the input, which quantise has too.
-        scales: (outputs,) of the weight.
+        scale: the input's scale, which `quantise` uses too.
+        scales: (outputs,), the weight's scales.
     """
 
     def __init__(self, g: Graph, i: int) -> None:
@@ -48,14 +48,14 @@ class Product:
         self.weight, self.scale, self.scales = (required(value) for value in self.node.inputs[1:4])
 
     def largest(self) -> ir.Node:
-        """The Mul by the largest number of every token."""
+        """Return the Mul by the largest number of every token."""
         for use in self.node.outputs[0].uses():
             if use.node.op_type == "Mul":
                 return use.node
         raise NotThere("a product by token")
 
     def balance(self) -> ir.Value:
-        """What the channels of the input are multiplied with."""
+        """Return the factors of the input's channels."""
         mul = producer(self.quantise.inputs[0])
         if mul.op_type == "Div":  # by token
             mul = producer(mul.inputs[0])
@@ -65,7 +65,7 @@ class Product:
 
 
 def weight(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The int8 numbers of a weight, changed."""
+    """Change the int8 numbers of a weight."""
 
     def alter(g: Graph) -> None:
         value = Product(g, i).weight
@@ -75,7 +75,7 @@ def weight(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def scales(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The scales of a weight, changed."""
+    """Change the scales of a weight."""
 
     def alter(g: Graph) -> None:
         value = Product(g, i).scales
@@ -85,7 +85,7 @@ def scales(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def balance(i: int, change: Callable[[Array], Array]) -> Alter:
-    """What the channels of an input are multiplied with, changed."""
+    """Change the factors of an input's channels."""
 
     def alter(g: Graph) -> None:
         value = Product(g, i).balance()
@@ -95,7 +95,7 @@ def balance(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def range_of(i: int, factor: float, where: str = "both") -> Alter:
-    """The scale of an input times a factor: where it is quantised, in the product, or both."""
+    """Multiply the scale of an input by a factor: in the quantisation, in the product, or both."""
 
     def alter(g: Graph) -> None:
         product = Product(g, i)
@@ -109,7 +109,7 @@ def range_of(i: int, factor: float, where: str = "both") -> Alter:
 
 
 def zero_point(i: int, number: int, where: str) -> Alter:
-    """Another zero point where the input is quantised, or in the product."""
+    """Use another zero point in the quantisation of the input, or in the product."""
 
     def alter(g: Graph) -> None:
         product = Product(g, i)
@@ -120,14 +120,14 @@ def zero_point(i: int, number: int, where: str) -> Alter:
 
 
 def of_another(i: int, j: int, index: int) -> Alter:
-    """A product has an operand of another: 0 the input, 1 the weight, 2 the input's scale, 3 the weight's scales."""
+    """Give a product an operand of another: 0 the input, 1 the weight, 2 the input's scale, 3 the weight's scales."""
 
     def alter(g: Graph) -> None:
         node, other = (Product(g, k).node for k in (i, j))
         if node.inputs[index] is other.inputs[index]:
             raise NotThere("another operand")
         operand = required(other.inputs[index])
-        if operand.is_initializer():  # under a name of its own, as the lowering has it
+        if operand.is_initializer():  # with its own name, as the lowering does
             tensor = operand.const_value
             operand = ir.Value(name=f"{operand.name}/again", type=operand.type, shape=operand.shape, const_value=tensor)
             g.graph.register_initializer(operand)
@@ -138,7 +138,7 @@ def of_another(i: int, j: int, index: int) -> Alter:
 
 
 def bias(i: int, factor: float) -> Alter:
-    """The bias that is added in fp32, times a factor."""
+    """Multiply the fp32 bias by a factor."""
 
     def alter(g: Graph) -> None:
         node = Product(g, i).node
@@ -153,12 +153,12 @@ def bias(i: int, factor: float) -> Alter:
 
 
 def largest(i: int, build: Build, everywhere: bool = False) -> Alter:
-    """What `build` makes of every token's largest number, in the product alone, or where the token is divided too."""
+    """Apply `build` to every token's largest number, only in the product, or also where the token is divided."""
 
     def alter(g: Graph) -> None:
         mul = Product(g, i).largest()
         if everywhere:
-            g.behind(required(mul.inputs[1]), build)
+            g.after(required(mul.inputs[1]), build)
         else:
             g.before(mul, 1, build)
 
@@ -166,13 +166,13 @@ def largest(i: int, build: Build, everywhere: bool = False) -> Alter:
 
 
 def signed_largest(g: Graph) -> None:
-    """The largest number of every token, not the largest in size."""
+    """Use the largest number of every token, not the largest absolute value."""
     for node in g.nodes("Abs"):
         g.replace(node.outputs[0], required(node.inputs[0]))
 
 
 def rounded_down(i: int) -> Alter:
-    """An input is rounded down and not to the nearest."""
+    """Round an input down instead of to nearest."""
 
     def alter(g: Graph) -> None:
         quantise = Product(g, i).quantise
@@ -184,7 +184,7 @@ def rounded_down(i: int) -> Alter:
 
 
 def one(index: int | tuple[int, ...], factor: float) -> Callable[[Array], Array]:
-    """One number times a factor."""
+    """Multiply one element by a factor."""
 
     def change(array: Array) -> Array:
         array[index] *= factor
@@ -194,26 +194,26 @@ def one(index: int | tuple[int, ...], factor: float) -> Callable[[Array], Array]
 
 
 def swapped(array: Array) -> Array:
-    """The channels with the least and the largest scale have each other's."""
+    """Exchange the smallest and the largest scale."""
     low, high = np.argmin(array), np.argmax(array)
     array[[low, high]] = array[[high, low]]
     return array
 
 
 def channels_swapped(array: Array) -> Array:
-    """The first two output channels have each other's numbers."""
+    """Exchange the first two output channels."""
     array[:, [0, 1]] = array[:, [1, 0]]
     return array
 
 
 def negated(array: Array) -> Array:
-    """One output channel's numbers negated."""
+    """Negate one output channel."""
     array[:, 0] *= -1
     return array
 
 
 def row_lost(array: Array) -> Array:
-    """The numbers of one input channel are zeros."""
+    """Set one input channel to zeros."""
     array[np.abs(array).sum(axis=1).argmax()] = 0
     return array
 
@@ -246,7 +246,7 @@ IN_EIGHT_BITS: Family = [
     ("range-hundredfold", "an input has a range a hundred times too wide", range_of(OUTPUT, 100.0), BOTH),
     ("zero-point-127", "quantised about 127, multiplied about 128", zero_point(QUERY, 127, "quantise"), BOTH),
     ("zero-point-129", "quantised about 128, multiplied about 129", zero_point(DOWN, 129, "product"), BOTH),
-    ("zero-point-0", "the product takes unsigned numbers as they are", zero_point(UP, 0, "product"), BOTH),
+    ("zero-point-0", "the product ignores the zero point", zero_point(UP, 0, "product"), BOTH),
     ("zero-point-quantise-0", "negative inputs are clipped", zero_point(OUTPUT, 0, "quantise"), BOTH),
     ("input-of-another", "the product has the input of another", of_another(UP, QUERY, 0), BOTH),
     ("input-scale-of-another", "the product has the input's scale of another", of_another(UP, QUERY, 2), CALIBRATED),

@@ -1,4 +1,4 @@
-"""A deployed graph to be altered, and what a fault is."""
+"""Faults, and helpers to alter a deployed graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.runtime.decoding.decoder import Decoder
 
 KEPT = "faults.to"
-"""On a cast that float64 must not lose: the type that it casts to."""
+"""Metadata key of a cast that must stay in float64; the value is the type that it casts to."""
 
 
 class NotThere(Exception):
-    """What a fault is to alter is not in the graph, or the alteration changed nothing."""
+    """The graph lacks what a fault alters, or the alteration changed nothing."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """`x W + b`: its weight (in, out; of a Gemm as it stands), its bias, and what comes out."""
+    """`x W + b`: its weight (in, out; as stored for a Gemm), its bias, and its output."""
 
     weight: ir.Value
     bias: ir.Value
@@ -32,7 +32,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Products:
-    """Attention as it is written out: `MatMul·(Where·)Softmax·MatMul(·Where)`."""
+    """Decomposed attention: `MatMul·(Where·)Softmax·MatMul(·Where)`."""
 
     scores: ir.Node
     fill: ir.Node | None
@@ -56,7 +56,7 @@ Build = Callable[[Builder, ir.Value], ir.Value]
 
 
 class Graph:
-    """A deployed graph to be altered in place: its parts, and what puts something before or behind one."""
+    """A deployed graph, with its parts and methods that alter it in place."""
 
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph
@@ -66,17 +66,17 @@ class Graph:
         return [node for node in self.graph if node.op_type == op_type]
 
     def node(self, op_type: str, i: int = 0) -> ir.Node:
-        found = self.nodes(op_type)
-        if not -len(found) <= i < len(found):
-            raise NotThere(f"{op_type} number {i} of {len(found)}")
-        return found[i]
+        nodes = self.nodes(op_type)
+        if not -len(nodes) <= i < len(nodes):
+            raise NotThere(f"{op_type} number {i} of {len(nodes)}")
+        return nodes[i]
 
     def weight(self, ending: str, i: int = 0) -> ir.Value:
-        """The weight whose name ends so, by number in the order of layers."""
-        found = sorted(name for name in self.graph.initializers if f".{name}".endswith(f".{ending}"))
-        if i >= len(found):
-            raise NotThere(f"{ending} number {i} of {len(found)}")
-        return self.graph.initializers[found[i]]
+        """Return the i-th weight, in the order of layers, whose name has this ending."""
+        names = sorted(name for name in self.graph.initializers if f".{name}".endswith(f".{ending}"))
+        if i >= len(names):
+            raise NotThere(f"{ending} number {i} of {len(names)}")
+        return self.graph.initializers[names[i]]
 
     def linear(self, part: str, layer: int = 0) -> Linear:
         bias = self.weight(f"{PARTS[part]}.bias", layer)
@@ -98,25 +98,25 @@ class Graph:
 
     @property
     def fused(self) -> ir.Node | None:
-        """The fused attention node, where the graph has its attention so."""
+        """The fused attention node, if the graph has one."""
         return next(iter(self.nodes("MultiHeadAttention")), None)
 
     @property
     def sites(self) -> list[Products]:
-        found = []
+        sites = []
         for softmax in self.nodes("Softmax"):
             before = producer(softmax.inputs[0])
             fill = before if before.op_type == "Where" else None
             scores = producer(fill.inputs[1]) if fill is not None else before
             (context,) = self.users(softmax.outputs[0])
             guard = next((user for user in self.users(context.outputs[0]) if user.op_type == "Where"), None)
-            found.append(Products(scores, fill, softmax, context, guard))
-        if not found:
+            sites.append(Products(scores, fill, softmax, context, guard))
+        if not sites:
             raise NotThere("attention as products")
-        return found
+        return sites
 
     def masked(self) -> Iterator[tuple[ir.Node, ir.Node]]:
-        """Of every site the Where that fills scores, and the one that gives zeros to a query without keys."""
+        """Yield for every site the Where that fills scores, and the one that gives zeros to a query without keys."""
         for site in self.sites:
             if site.fill is None or site.guard is None:
                 raise NotThere("a mask")
@@ -126,7 +126,7 @@ class Graph:
         return [use.node for use in value.uses()]
 
     def set(self, value: ir.Value, array: Array) -> None:
-        """Let a weight, or the output of a Constant, be `array`."""
+        """Set a weight, or the output of a Constant, to `array`."""
         before = numbers(value)
         array = np.asarray(array).astype(before.dtype)
         if array.shape != before.shape or np.array_equal(array, before):
@@ -138,11 +138,11 @@ class Graph:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array))
             value.const_value = None
 
-    def behind(self, value: ir.Value, build: Build) -> None:
-        """Let what `build` makes of `value` stand in its place for all that use it."""
+    def after(self, value: ir.Value, build: Build) -> None:
+        """Apply `build` to `value`, for all its users."""
         uses, node, is_output = list(value.uses()), value.producer(), value.is_graph_output()
-        at = next(iter(self.graph)) if node is None else node
-        made = self.insert(at, value, build, after=node is not None)
+        anchor = next(iter(self.graph)) if node is None else node
+        made = self.insert(anchor, value, build, after=node is not None)
         for user, index in uses:
             user.replace_input_with(index, made)
         if is_output:
@@ -153,7 +153,7 @@ class Graph:
         self.graph.sort()
 
     def before(self, node: ir.Node, index: int, build: Build) -> None:
-        """Let `node` alone have what `build` makes of its input `index`."""
+        """Apply `build` to input `index` of `node`, only for this node."""
         value = node.inputs[index]
         assert value is not None
         node.replace_input_with(index, self.insert(node, value, build))
@@ -166,7 +166,7 @@ class Graph:
         return made
 
     def output_becomes(self, output: ir.Value, value: ir.Value) -> None:
-        """Let `value` come out in the place of an output of the graph."""
+        """Replace an output of the graph with `value`."""
         copy = ir.node("Identity", [value], name=f"fault/{output.name}").outputs[0]
         node = copy.producer()
         assert node is not None
@@ -176,7 +176,7 @@ class Graph:
         self.graph.outputs[list(self.graph.outputs).index(output)] = copy
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Let every user of `old` have `new`."""
+        """Replace `old` with `new` for all users."""
         uses = [(user, index) for user, index in old.uses() if new not in user.outputs]
         if not uses:
             raise NotThere(f"a user of {old.name}")
@@ -192,10 +192,10 @@ def producer(value: ir.Value | None) -> ir.Node:
 
 
 def other(node: ir.Node, value: ir.Value) -> ir.Value:
-    """The one of two inputs that is not `value`."""
-    (found,) = [one for one in node.inputs if one is not value]
-    assert found is not None
-    return found
+    """Return the one of two inputs that is not `value`."""
+    (operand,) = [operand for operand in node.inputs if operand is not value]
+    assert operand is not None
+    return operand
 
 
 def numbers(value: ir.Value) -> Array:
@@ -223,14 +223,14 @@ def required(value: ir.Value | None) -> ir.Value:
 
 
 def rolled(op: Builder, x: ir.Value, axis: int) -> ir.Value:
-    """`x` with its first place along `axis` moved behind the last."""
+    """Roll `x` by one along `axis`: the first element becomes the last."""
     zero, one, end = constant(op, [0]), constant(op, [1]), constant(op, [np.iinfo(np.int64).max])
     where = constant(op, [axis])
     return op.Concat(op.Slice(x, one, end, where), op.Slice(x, zero, one, where), axis=axis)
 
 
 def first_along(axis: int) -> Build:
-    """The first along an axis in the place of all."""
+    """Repeat the first element along an axis for all."""
 
     def build(op: Builder, x: ir.Value) -> ir.Value:
         first = op.Slice(x, constant(op, [0]), constant(op, [1]), constant(op, [axis]))
@@ -240,26 +240,26 @@ def first_along(axis: int) -> Build:
 
 
 def all_true(op: Builder, x: ir.Value) -> ir.Value:
-    """True in the place of every condition."""
+    """Replace every condition with True."""
     return op.Or(x, op.Not(x))
 
 
 Alter = Callable[[Graph], None]
 Family = list[tuple[str, str, Alter, tuple[str, ...] | str]]
-"""Name, what, how and the subjects of each fault of a kind."""
+"""Name, description, alteration and subjects of each fault of a kind."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake.
+    """A mistake to seed.
 
     Attributes:
-        what: in one line.
-        alter: makes it.
-        subjects: that it is put into.
-        is_inert: whether the function stays the same, provably.
-        not_in: the precisions in which there is nothing to alter.
-        driver: the decoder that makes the mistake, in the place of the one of the graph.
+        what: one-line description.
+        alter: puts it into a graph.
+        subjects: names of the subjects to put it into.
+        is_inert: whether the function is provably unchanged.
+        not_in: the precisions in which it would alter nothing.
+        driver: a decoder class that makes the mistake, instead of an altered graph.
     """
 
     name: str

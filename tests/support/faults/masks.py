@@ -1,4 +1,4 @@
-"""Faults of what is made of masks: blocks of queries against the keys of a window, and hidden keys as a feature."""
+"""Faults of lowered masks: blocks of queries with the keys of a window, and hidden keys as a feature."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Blocks:
     """The parts of attention in blocks.
 
     Attributes:
-        output: of the node that computes all blocks, or of their products.
-        fill: chooses what is added to scores by the mask, or the scores themselves, its last input else.
+        output: the output of the node that computes all blocks, or of their products.
+        fill: the Where that selects the additive mask or the scores for visible pairs, and its last input for others.
         band: `(width, wide)`, the pairs of a block that are visible.
         first: how many keys before its first query a block's first key is.
-        there: whether a block's key is neither before the first token nor behind the last.
-        keys, values: the Gather of each.
+        there: the And that tells whether a block's key is neither before the first token nor after the last.
+        keys, values: the Gather of the keys and of the values.
         rows: `(blocks, wide)`, the keys of each block.
-        rest: `(batch, blocks, 1, width, wide)`, the mask itself, where it is more than a band.
+        rest: `(batch, blocks, 1, width, wide)`, the rest of the mask, if it is more than a band.
         mask: the whole mask, by sample and block.
     """
 
@@ -74,7 +74,7 @@ class Blocks:
 
 
 def _gathered(operand: ir.Value | None) -> ir.Node:
-    """The node that gathers the keys of each block, which are reshaped and transposed."""
+    """Return the node that gathers the keys of each block, before reshapes and transposes."""
     node = producer(operand)
     while node.op_type in ("Reshape", "Transpose", "Expand", "Unsqueeze", "Add"):
         node = producer(node.inputs[0])
@@ -84,7 +84,7 @@ def _gathered(operand: ir.Value | None) -> ir.Node:
 
 
 def band(change: Callable[[Array], Array]) -> Alter:
-    """The visible pairs of a block, changed."""
+    """Change the visible pairs of a block."""
 
     def alter(g: Graph) -> None:
         pairs = Blocks(g).band
@@ -93,14 +93,14 @@ def band(change: Callable[[Array], Array]) -> Alter:
     return alter
 
 
-def edge(of: str, by: int) -> Alter:
-    """The band ends one key further, or with `by` -1 one earlier, behind or ahead, where the block has that key."""
+def edge(end_of_band: str, by: int) -> Alter:
+    """Extend the band by one key, or with `by` -1 shorten it, before or after the query, if the block has that key."""
 
     def change(pairs: Array) -> Array:
         changed = pairs.copy()
         for row in changed:
             seen = np.flatnonzero(row)
-            end = seen[0] - max(by, 0) if of == "behind" else seen[-1] + max(by, 0)
+            end = seen[0] - max(by, 0) if end_of_band == "before" else seen[-1] + max(by, 0)
             row[np.clip(end, 0, len(row) - 1)] = by > 0
         return changed
 
@@ -108,12 +108,12 @@ def edge(of: str, by: int) -> Alter:
 
 
 def first_row(pairs: Array) -> Array:
-    """The pairs of the first query for all."""
+    """Use the visible pairs of the first query for all."""
     return np.broadcast_to(pairs[:1], pairs.shape)
 
 
 def first_key(by: int) -> Alter:
-    """The keys of every block begin later by some; the band stays where it was."""
+    """Start the keys of every block later, without moving the band."""
 
     def alter(g: Graph) -> None:
         first = Blocks(g).first
@@ -123,45 +123,45 @@ def first_key(by: int) -> Alter:
 
 
 def there(keep: int | None) -> Alter:
-    """Keys outside of the tokens are left in: of both ends, or of the one that is not checked by input `keep`."""
+    """Include keys outside the tokens: at both ends, or at the end that input `keep` does not check."""
 
     def alter(g: Graph) -> None:
         both = Blocks(g).there
         left = required(both.inputs[keep or 0])
-        g.behind(both.outputs[0], lambda op, x: all_true(op, x) if keep is None else op.Identity(left))
+        g.after(both.outputs[0], lambda op, x: all_true(op, x) if keep is None else op.Identity(left))
 
     return alter
 
 
 def of_block(part: str, build: Build) -> Alter:
-    """What `build` makes of a part of the blocks takes its place."""
+    """Apply `build` to a part of the blocks."""
 
     def alter(g: Graph) -> None:
         blocks = Blocks(g)
         if part == "keys" or part == "values":
             g.before(getattr(blocks, part), 1, build)
         elif part == "output":
-            g.behind(blocks.output, build)
+            g.after(blocks.output, build)
         else:
-            g.behind(required(getattr(blocks, part)), build)
+            g.after(required(getattr(blocks, part)), build)
 
     return alter
 
 
 def moved(axis: int) -> Build:
-    """Everything one earlier along an axis, the first in the last's place."""
+    """Roll by one along an axis."""
     return lambda op, x: rolled(op, x, axis)
 
 
 def last_block_lost(op: Builder, rows: ir.Value) -> ir.Value:
-    """A block too few: the last gives zeros."""
+    """Set the output of the last block to zeros."""
     kept = op.Slice(rows, constant(op, [0]), constant(op, [-1]), constant(op, [0]))
     last = op.Slice(rows, constant(op, [-1]), constant(op, [2**31]), constant(op, [0]))
     return op.Concat(kept, op.Mul(last, constant(op, 0.0, rows.dtype or ir.DataType.FLOAT)), axis=0)
 
 
 def fill(number: float) -> Alter:
-    """What is added to the scores of pairs that are not visible."""
+    """Set the fill value of hidden pairs."""
 
     def alter(g: Graph) -> None:
         g.set(required(Blocks(g).fill.inputs[2]), np.asarray(number))
@@ -170,7 +170,7 @@ def fill(number: float) -> Alter:
 
 
 def without_guard(g: Graph) -> None:
-    """A query that sees no key keeps what the kernel gives it."""
+    """Keep the kernel's output for a query without keys."""
     guard = next((node for node in reversed(g.nodes("Where")) if _is_zero(node.inputs[2])), None)
     if guard is None or guard.inputs[1] is None:
         raise NotThere("a guard of queries without keys")
@@ -182,7 +182,7 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 
 def padded(g: Graph) -> ir.Node:
-    """The Where that makes a number of each key."""
+    """Return the Where that computes the feature of each key."""
     for node in g.nodes("Where"):
         hidden = node.inputs[2]
         if is_constant(hidden) and hidden is not None and numbers(hidden).size == 1 and numbers(hidden) < -1e30:
@@ -191,8 +191,8 @@ def padded(g: Graph) -> ir.Node:
 
 
 def feature(build: Build) -> Alter:
-    """What `build` makes of the feature of hidden keys, in its place."""
-    return lambda g: g.behind(padded(g).outputs[0], build)
+    """Apply `build` to the feature of the keys."""
+    return lambda g: g.after(padded(g).outputs[0], build)
 
 
 def hidden_is(number: float) -> Alter:
@@ -203,7 +203,7 @@ def hidden_is(number: float) -> Alter:
 
 
 def ones_of_query(number: float) -> Alter:
-    """Every query has another number where it has to have a one."""
+    """Change the queries' feature, which should be one."""
 
     def alter(g: Graph) -> None:
         for node in g.nodes("Pad"):
@@ -215,7 +215,7 @@ def ones_of_query(number: float) -> Alter:
 
 
 def without_scale(g: Graph) -> None:
-    """The query is not scaled."""
+    """Remove the scale of the query."""
     for node in g.nodes("Pad"):
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             query = producer(node.inputs[0])
@@ -225,8 +225,8 @@ def without_scale(g: Graph) -> None:
     raise NotThere("a scaled query")
 
 
-def guard_behind(number: int) -> Alter:
-    """A query needs so many keys more than one for a result other than zeros."""
+def guard_threshold(number: int) -> Alter:
+    """Raise the number of keys from which on a query's output is not zero."""
 
     def alter(g: Graph) -> None:
         least = required(g.node("Greater", -1).inputs[1])
@@ -236,11 +236,11 @@ def guard_behind(number: int) -> Alter:
 
 
 IN_BLOCKS: Family = [
-    ("band-shorter-behind", "the furthest key behind is left out", edge("behind", -1), WINDOWS),
-    ("band-shorter-ahead", "the furthest key ahead is left out", edge("ahead", -1), WINDOWS),
-    ("band-longer-behind", "one key more behind, where a block has it", edge("behind", 1), BARE),
-    ("band-longer-ahead", "one key more ahead, where a block has it", edge("ahead", 1), BARE),
-    ("band-mirrored", "behind and ahead exchanged", band(lambda pairs: pairs[:, ::-1]), WINDOWS),
+    ("band-shorter-behind", "the furthest earlier key is left out", edge("before", -1), WINDOWS),
+    ("band-shorter-ahead", "the furthest later key is left out", edge("after", -1), WINDOWS),
+    ("band-longer-behind", "one earlier key more, if the block has it", edge("before", 1), BARE),
+    ("band-longer-ahead", "one later key more, if the block has it", edge("after", 1), BARE),
+    ("band-mirrored", "earlier and later keys exchanged", band(lambda pairs: pairs[:, ::-1]), WINDOWS),
     ("band-of-block", "a query sees all keys of its block", band(np.ones_like), BARE),
     ("band-first-row", "all queries of a block see what its first sees", band(first_row), WINDOWS),
     ("block-later", "the keys of every block begin one later", first_key(1), WINDOWS),
@@ -249,7 +249,7 @@ IN_BLOCKS: Family = [
     ("start-seen", "copies of the first key are seen", there(1), WINDOWS),
     ("end-seen", "copies of the last key are seen", there(0), WINDOWS),
     ("block-lost", "a block too few", of_block("output", last_block_lost), WINDOWS),
-    ("blocks-moved", "every block in the place of the one before", of_block("output", moved(0)), WINDOWS),
+    ("blocks-moved", "every block replaces the one before", of_block("output", moved(0)), WINDOWS),
     ("keys-of-first-block", "all blocks have the first one's keys", of_block("keys", first_along(0)), WINDOWS),
     ("keys-moved", "every block has the keys of the next", of_block("keys", moved(0)), WINDOWS),
     ("values-moved", "values one ahead of the keys", of_block("values", moved(1)), WINDOWS),
@@ -270,5 +270,5 @@ AS_FEATURES: Family = [
     ("query-minus-one", "queries have minus one where a one is meant", ones_of_query(-1.0), FEATURES),
     ("feature-scale-missing", "queries are not scaled", without_scale, FEATURES),
     ("silent-rows", "a query without keys gets the mean of all values", without_guard, FEATURES),
-    ("silent-but-one", "zeros for queries with one key", guard_behind(1), PADDED_CAUSAL),
+    ("silent-but-one", "zeros for queries with one key", guard_threshold(1), PADDED_CAUSAL),
 ]

@@ -1,4 +1,4 @@
-"""The results file of all faults, and the tables of the page that are made of it."""
+"""The results file of all faults, and the tables that are generated from it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PAGE, RESULTS = Path("docs/faults.md"), Path("benchmarks/results/faults.csv")
 COLUMNS = ("kind", "fault", "what", "model", "precision", "effect", "allowed", "verdict", "case")
 
 Line = dict[str, str]
-"""A row as the results file has it, by :data:`COLUMNS`."""
+"""A row of the results file, by :data:`COLUMNS`."""
 
 
 def page_of(lines: list[Line]) -> str:
-    """The verdicts by precision and by kind of fault, and each fault that verify lets pass somewhere."""
+    """Return the tables: verdicts by precision and by kind of fault, and each fault that passes somewhere."""
     parts = [f"{len({line['fault'] for line in lines})} faults, put in {len(lines)} times:", ""]
     by_precision = sorted(
         lines, key=lambda line: ("fp32", "fp16", "bf16", "int8", "fp8", "int4").index(line["precision"])
@@ -39,13 +39,13 @@ def page_of(lines: list[Line]) -> str:
 def _counts(lines: list[Line], column: str, verdicts: tuple[str, ...]) -> list[str]:
     table = [f"| {column} | " + " | ".join(verdicts) + " |", "|---|" + "---:|" * len(verdicts)]
     for value in {line[column]: None for line in lines}:
-        found = [line["verdict"] for line in lines if line[column] == value]
-        table.append(f"| {value} | " + " | ".join(str(found.count(verdict)) for verdict in verdicts) + " |")
+        counted = [line["verdict"] for line in lines if line[column] == value]
+        table.append(f"| {value} | " + " | ".join(str(counted.count(verdict)) for verdict in verdicts) + " |")
     return table
 
 
 def write_results(rows: Sequence[Row], kept: Sequence[Line] = ()) -> None:
-    """Write the rows in the order of :data:`FAULTS`, with lines that are kept of the file as it was."""
+    """Write the rows in the order of :data:`FAULTS`, together with lines kept from the existing file."""
     order = [fault.name for fault in FAULTS]
     with RESULTS.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -61,16 +61,16 @@ def _line(row: Row) -> Line:
 
 
 def read_results() -> list[Line]:
-    """The rows of the results file."""
+    """Return the rows of the results file."""
     with RESULTS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def refresh(page: Path) -> None:
-    """Write the tables of a page anew from the results file.
+    """Update the tables of a page from the results file.
 
     Raises:
-        SystemExit: the page has no place for them.
+        SystemExit: the page has no marks for them.
     """
     if not put(page_of(read_results()), "faults", RESULTS, page):
-        raise SystemExit(f"{page} has no place for the tables: put <!-- faults: from {RESULTS} --> where they belong")
+        raise SystemExit(f"{page} has no marks for the tables; add <!-- faults: from {RESULTS} --> where they belong")

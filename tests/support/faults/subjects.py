@@ -1,4 +1,4 @@
-"""The models that faults are put into."""
+"""The models into which faults are put."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ PRECISIONS = {
 USUAL_TOKENS, MOST_TOKENS, MOST_BATCH = 16, 24, 4
 
 STATIC_TOKENS = 32
-"""Of attention in fp8, the fewest that it is fused for."""
+"""The smallest number of tokens for which fp8 attention is fused."""
 
 MAX_ERROR = {"calibrated": 0.1, "by-token": 0.1, "static": 0.2, "blocks-of-4-bits": 0.4}
-"""The encoder with quantised products, and what that may cost. In 8 bits: balanced on data, behind norms with one
-range, or each token with a range of its own. In fp8, of static tokens, with its attention. With balanced weights of 4
-bits."""
+"""The quantised variants of the encoder, and their maximum error. In 8 bits: balanced on data, with one range after
+norms, or with a range per token. In fp8, with static tokens, including its attention. With balanced 4-bit
+weights."""
 
 BY_MASK = ("bare-window", "window", "padded", "padded-causal")
-"""The subjects that are lowered by what their masks leave, as they would be with many tokens."""
+"""The subjects that are lowered by their masks, as they would be with many tokens."""
 
 FOR_TENSORRT = ("window-in-products", "steps", "padded-steps")
-"""The subjects that ONNX Runtime computes in the form that TensorRT would get with many tokens."""
+"""The subjects that ONNX Runtime runs in the form for TensorRT with many tokens."""
 
 _ROTARY: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": "silu", "gated": True, "bias": False}
 
@@ -76,17 +76,17 @@ DECODERS: dict[str, dict[str, Any]] = {
     "turning-decoder": _ROTARY | {"head_size": 16},
     "sloped-decoder": _ROTARY | {"positions": "slopes"},
 }
-"""The decoders: with rotary positions and grouped heads as Llama, with learned positions as GPT-2, with a window, with
-a soft cap, with heads of a size for which attention reads the filled part of the caches, of one that the kernel turns
-by itself, and with a bias by distance."""
+"""The decoders: with rotary positions and grouped heads like Llama, with learned positions like GPT-2, with a window,
+with a soft cap, with a head size for which attention reads the filled part of the caches, with one that the kernel
+rotates itself, and with a bias by distance."""
 
 PLACES = 32
-"""Tokens that the caches hold: more than a case has, so that a row written too far stays in them."""
+"""Capacity of the caches: more than the tokens of a case, so that a row written too far stays inside."""
 
 
 class Masked(nn.Module):
-    """Self-attention with padding, but for a bare window and bare steps: of all tokens, of those that are not later,
-    or, in a window, of three behind and one ahead."""
+    """Self-attention with padding, except for a bare window and bare causal blocks: to all tokens, to those that are
+    not later, or, in a window, to three before and one after."""
 
     def __init__(self, sees: str) -> None:
         super().__init__()
@@ -96,16 +96,16 @@ class Masked(nn.Module):
         mask = None
         if "window" in self.sees:
             positions = torch.arange(tokens.shape[1])
-            behind = positions[:, None] - positions
-            mask = (behind >= -1) & (behind <= 3)
+            distance = positions[:, None] - positions
+            mask = (distance >= -1) & (distance <= 3)
         is_causal = self.sees in ("padded-causal", "steps", "padded-steps")
         attended: Tensor = self.attention(tokens, tokens, tokens, mask, key_padding_mask, is_causal)
         return attended
 
 
 def subject(name: str) -> Example:
-    """A registered model, small, with the weights of one that has learnt: norms and biases are not what they are
-    initialised to, and attention prefers some keys."""
+    """Build a small subject with weights like a trained model's: norms and biases differ from their
+    initialisation, and attention prefers some keys."""
     batch, tokens = Dim("batch", min=1, max=MOST_BATCH), Dim("tokens", min=1, max=MOST_TOKENS)
     sequence = {0: batch, 1: tokens}
     shapes: Any = {"tokens": sequence, "key_padding_mask": sequence}
@@ -145,7 +145,7 @@ def subject(name: str) -> Example:
 
 
 def decoder(name: str) -> Example:
-    """One of :data:`DECODERS`."""
+    """Build one of :data:`DECODERS`."""
     options: dict[str, Any] = {
         "heads": 4,
         "key_heads": 2,
@@ -163,8 +163,8 @@ def decoder(name: str) -> Example:
 
 
 def _with_outliers(encoder: nn.Module) -> None:
-    """Let each norm before a product write two channels that are large, as trained models have some. The weights that
-    read them are as much smaller."""
+    """Give the output of each norm before a product two large channels, as in trained models. The weights that
+    read them are reduced accordingly."""
     for layer in encoder.layers:  # type: ignore[union-attr]
         attention, feed_forward = layer.attention, layer.feed_forward
         readers = {
@@ -179,12 +179,12 @@ def _with_outliers(encoder: nn.Module) -> None:
 
 
 def _padding() -> Tensor:
-    """`(2, tokens)`: the second sample has fewer."""
+    """Return a padding mask `(2, tokens)` in which the second sample is shorter."""
     return torch.arange(USUAL_TOKENS) >= torch.tensor([[USUAL_TOKENS], [USUAL_TOKENS - 5]])
 
 
 def deploy_in_blocks(name: str, folder: Path) -> Bundle:
-    """A subject whose graph for OpenVINO has attention in blocks, or in steps."""
+    """Deploy a subject whose graph for OpenVINO has attention in blocks, or in causal blocks."""
     module, args, shapes = subject(name)
     with mock.patch.multiple(openvino, MANY_SCORES=1, MANY_TOKENS=1, BLOCKS=(4,), STEPS=(4,)):
         return attnforge.deploy(module, args, folder, shapes, "fp32", ["onnxruntime"], name, tune=False)

@@ -1,4 +1,4 @@
-"""Attention as people write it, and what only looks like it: the one catalogue of the tests."""
+"""Catalogue of common ways to write attention, and of near misses."""
 
 from tests.support.idioms import as_modules as as_modules
 from tests.support.idioms import on_heads as on_heads

@@ -1,6 +1,6 @@
-"""Whole modules that attend, as well-known code bases write them.
+"""Whole attention modules, as in well-known code bases.
 
-x is (B, n, 64), memory (B, m, 64). All are exported with fixed sizes, with `dynamic=True` with dynamic dims as well.
+x is (B, n, 64), memory (B, m, 64). All are exported with static sizes, and with `dynamic=True` also with dynamic dims.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BatchTimesHeads(nn.Module):
 
 @as_module()
 class CrossAttention(nn.Module):
-    """Queries from one sequence, keys and values from another of another length."""
+    """Queries from one sequence, keys and values from another one of different length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class CrossAttention(nn.Module):
 
 @as_module(dynamic=True)
 class Columns(nn.Module):
-    """Features are rows, tokens columns: as after a 1×1 convolution."""
+    """Features are rows and tokens columns, as after a 1×1 convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Columns(nn.Module):
 
 @as_module()
 class WeightsByHead(nn.Module):
-    """A weight a head, and einsum for everything."""
+    """One weight per head, and einsum for everything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class SingleHead(nn.Module):
 
 @as_module(sites=3, not_yet={"static": "the builder fails in its own optimiser"})
 class HeadByHead(nn.Module):
-    """A list of heads, each a module of its own size."""
+    """A list of heads, each a separate module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Latents(nn.Module):
 
 @as_module()
 class Pooling(nn.Module):
-    """One score a token."""
+    """One score per token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Pooling(nn.Module):
 
 @as_module(not_yet={"static": "in 16 bits the sum is of another type than its operands, so it is left as it is"})
 class PoolingBySum(Pooling):
-    """The same, its product written out."""
+    """The same, with the product as a sum."""
 
     def forward(self, x: Tensor) -> Any:
         return (self.score(x).softmax(dim=1) * x).sum(dim=1)
@@ -193,7 +193,7 @@ class PoolingBySum(Pooling):
 
 @as_module()
 class ScaleByHead(nn.Module):
-    """A learned temperature a head, on cosines: Swin v2."""
+    """A learned temperature per head, on cosines: Swin v2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class TorchMultihead(nn.Module):
 @as_module()
 class TorchMultiheadPadded(TorchMultihead):
     def forward(self, x: Tensor, padding: Tensor) -> Any:
-        padding = padding & ~padding.all(-1, keepdim=True)  # for nothing else do torch's paths agree
+        padding = padding & ~padding.all(-1, keepdim=True)  # torch's code paths agree only for this
         return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
 
 
@@ -276,7 +276,7 @@ class Windows(nn.Module):
 
 @as_module()
 class ShiftedWindows(Windows):
-    """Swin's mask: one a window, added where windows are a dim of their own, which they are before and after not."""
+    """Swin's mask: one per window, added while windows have a separate dim."""
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = rearrange(self.qkv(x), "b (w n) (three h d) -> three (b w) h n d", three=3, h=HEADS, n=4).unbind(0)

@@ -1,4 +1,4 @@
-"""What an idiom is, the inputs that idioms share, and the list of all of them.
+"""The definition of an idiom, the inputs that idioms share, and the list of all idioms.
 
 A new idiom needs a function in `over_layers.py` or `on_heads.py`, or a module in `as_modules.py`, and nothing else:
 `tests/export/attention/test_idioms.py` and `tests/export/lowering/test_idioms_in_16_bits.py` run every one.
@@ -22,7 +22,7 @@ SCALE = HEAD_DIM**-0.5
 
 Form = Literal["dynamic", "static"]
 Sizes = tuple[int, int, int]
-"""Batch, tokens, and keys of a memory or a cache."""
+"""Batch, tokens, and number of keys of a memory or a cache."""
 
 EXAMPLE: dict[Form, Sizes] = {"dynamic": (2, 16, 12), "static": (2, 12, 7)}
 
@@ -48,19 +48,19 @@ DIMS: dict[str, dict[int, Any]] = {
     "grid": {0: BATCH},
     "sixteen": {0: BATCH},
 }
-"""The dynamic dims of every input, as :func:`torch.export.export` takes them."""
+"""The dynamic dims of every input, in the format of :func:`torch.export.export`."""
 
 
 def inputs(sizes: Sizes, seed: int = 0) -> dict[str, Tensor]:
-    """Every input, by name.
+    """Return every input, by name.
 
-    Masks have rows that allow nothing and rows that allow everything wherever they have more than one row.
+    Masks with several rows have fully masked and fully visible ones.
 
     Returns:
-        x (B, n, 64), memory (B, m, 64); masks mask (B, n, n), allowed (n, n), padding (B, n), of which True in the
-        first two allows and in the last excludes; bias (4, n, n); cache (B, 4, m, 16); and what only one or two idioms
-        take: tokens_first (n, B, 64), columns (B, 64, n), sequence (n, 64), seventeen (17, 64), sample (1, 16, 64),
-        pixels (B, 8, 8, 64), grid (B, 6, 8, 64), sixteen (B, 16, 64).
+        x (B, n, 64), memory (B, m, 64); the masks mask (B, n, n), allowed (n, n) and padding (B, n), where True in the
+        first two allows and in the last excludes; bias (4, n, n); cache (B, 4, m, 16); and inputs that only one or two
+        idioms take: tokens_first (n, B, 64), columns (B, 64, n), sequence (n, 64), seventeen (17, 64), sample (1, 16,
+        64), pixels (B, 8, 8, 64), grid (B, 6, 8, 64), sixteen (B, 16, 64).
     """
     batch, tokens, keys = sizes
     random = torch.Generator().manual_seed(seed)
@@ -98,11 +98,11 @@ class Idiom:
     """A way to write attention.
 
     Attributes:
-        make: a new module, whose forward takes the inputs that `takes` names.
-        forms: with which dims it is exported: `static` is four times cheaper, `dynamic` what most users do.
-        sites: how many attention sites it has.
-        unfused: why TensorRT has no fused kernel for it; None where it has to fuse.
-        not_yet: by form, why TensorRT does not fuse it although it could. Whoever finds how it does deletes this.
+        make: returns a new module, whose forward takes the inputs named in `takes`.
+        forms: with which dims it is exported: `static` is four times cheaper, `dynamic` is what most users do.
+        sites: number of its attention sites.
+        unfused: why TensorRT has no fused kernel for it; None if it must fuse.
+        not_yet: by form, why TensorRT does not fuse it although it could; to be removed once it does.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Idiom:
     not_yet: Mapping[Form, str] = field(default_factory=dict)
 
     def module(self) -> nn.Module:
-        """The module alone, its weights those of seed 0."""
+        """Build the module, with weights of seed 0."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.make().eval()
@@ -147,7 +147,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 class Layers(nn.Module):
-    """The layers that the idioms of `over_layers.py` use: projections, tables, learned scales and queries."""
+    """The layers for the idioms of `over_layers.py`: projections, tables, learned scales and queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +183,8 @@ class Layers(nn.Module):
 
 
 def over_layers(forward: Callable[..., Any]) -> nn.Module:
-    """A module of :class:`Layers` with this forward, and of the layers those that it names: an export takes a while for
-    each parameter, used or not."""
+    """Build a module with this forward and only the :class:`Layers` that it names, because every parameter, used or
+    not, makes the export slower."""
     module: nn.Module = type(forward.__name__, (Layers,), {"forward": forward})()
     named = _named(forward.__code__)
     named |= {name for helper in named & vars(Layers).keys() for name in _named(getattr(Layers, helper).__code__)}
@@ -195,13 +195,13 @@ def over_layers(forward: Callable[..., Any]) -> nn.Module:
 
 
 def _named(code: CodeType) -> set[str]:
-    """The names that code and the functions within it look up."""
+    """Return the names that code and its nested functions look up."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_named, inner))
 
 
 class OnHeads(nn.Module):
-    """One way to attend, behind a projection of its own."""
+    """One way to attend, after a projection."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
@@ -214,12 +214,12 @@ class OnHeads(nn.Module):
 
 
 def takes_on_heads(attend: Callable[..., Any]) -> tuple[str, ...]:
-    """The inputs of :class:`OnHeads` of `attend`: x, and whatever `attend` takes behind query, key and value."""
+    """Return the inputs of :class:`OnHeads`: x, and the parameters of `attend` after query, key and value."""
     return "x", *_parameters(attend)[3:]
 
 
 def idiom(*, unfused: str | None = None, static: bool = False, **renamed: str) -> Callable[[F], F]:
-    """Adds a forward over :class:`Layers`; `renamed` says which input a parameter stands for where names differ."""
+    """Add a forward over :class:`Layers`; `renamed` maps parameters to inputs of another name."""
 
     def add(forward: F) -> F:
         takes = tuple(renamed.get(name, name) for name in _parameters(forward)[1:])
@@ -233,7 +233,7 @@ def idiom(*, unfused: str | None = None, static: bool = False, **renamed: str) -
 def on_heads(
     *, dynamic: bool = False, sites: int = 1, unfused: str | None = None, not_yet: Mapping[Form, str] | None = None
 ) -> Callable[[F], F]:
-    """Adds an attention of query, key and value of (B, 4, n, 16); further parameters are inputs."""
+    """Add an attention of query, key and value of (B, 4, n, 16); further parameters are inputs."""
 
     def add(attend: F) -> F:
         forms: tuple[Form, ...] = ("dynamic", "static") if dynamic else ("static",)
@@ -245,7 +245,7 @@ def on_heads(
 
 
 def as_module(*, dynamic: bool = False, sites: int = 1, not_yet: Mapping[Form, str] | None = None) -> Callable[[M], M]:
-    """Adds a module; the parameters of its forward are inputs."""
+    """Add a module; the parameters of its forward are inputs."""
 
     def add(module: M) -> M:
         forms: tuple[Form, ...] = ("dynamic", "static") if dynamic else ("static",)
@@ -266,12 +266,12 @@ class Part:
 
 
 TOGETHER: dict[Form, int] = {"dynamic": 18, "static": 33}
-"""How many idioms are exported at once: in larger parts each takes longer, in smaller ones what any export takes counts
-for more."""
+"""Number of idioms per export: in larger parts each takes longer, in smaller ones the fixed cost of an export
+dominates."""
 
 
 def parts() -> list[Part]:
-    """All idioms in all of their forms."""
+    """Return all idioms in all their forms, in parts."""
     every = []
     for form, size in TOGETHER.items():
         names = [name for name, idiom in IDIOMS.items() if form in idiom.forms]

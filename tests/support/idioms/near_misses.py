@@ -1,4 +1,4 @@
-"""What looks like attention and is not quite, each with what its reason must say; and softmaxes that weigh nothing."""
+"""Near misses of attention, each with what its reason must say, and softmaxes that are not attention."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _REASONS: dict[Callable[..., Any], str] = {
 }
 
 REASONS = {attend.__name__: pattern for attend, pattern in _REASONS.items()}
-"""What the reason of every near miss must say."""
+"""Text that the reason for every near miss must contain."""
 
 
 def _on_heads(attend: Callable[..., Any]) -> Idiom:
@@ -149,7 +149,7 @@ class Classifier(nn.Module):
 
 
 class Experts(nn.Module):
-    """Softmax over experts, each of which has a say."""
+    """Softmax over experts, in a weighted mixture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,4 +166,4 @@ NO_SITES = {
     "Classifier": Idiom("Classifier", Classifier, ("x",), ("static",)),
     "Experts": Idiom("Experts", Experts, ("x",), ("static",)),
 }
-"""Softmaxes that weigh nothing."""
+"""Softmaxes that are not attention."""

@@ -1,7 +1,7 @@
-"""Ways to attend on query, key and value of (B, 4, n, 16), behind a projection that splits the heads.
+"""Ways to attend on query, key and value of (B, 4, n, 16), after a projection that splits the heads.
 
-`allowed` (n, n) and `padding` (B, n) are boolean and have rows that allow nothing; `bias` is (4, n, n). All are
-exported with fixed sizes; `dynamic=True`, for those that compute shapes or move axes, with dynamic dims as well.
+`allowed` (n, n) and `padding` (B, n) are boolean and have fully masked rows; `bias` is (4, n, n). All are
+exported with static sizes, and with `dynamic=True`, for those that compute shapes or move axes, also with dynamic dims.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def sdpa_float(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tenso
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
-# --- with masks: allowed (n, n) and padding (B, n) are boolean and have rows that allow nothing; bias is (4, n, n) ----
+# --- with masks: allowed (n, n) and padding (B, n) are boolean and have fully masked rows; bias is (4, n, n) ----------
 
 
 @on_heads()
@@ -353,7 +353,7 @@ def two_products_added(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @on_heads()
-def silent_rows_zeroed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+def fully_masked_rows_zeroed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     weights = (query @ key.mT * SCALE).masked_fill(~allowed, -math.inf).softmax(-1)
     return weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0) @ value
 

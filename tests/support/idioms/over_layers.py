@@ -1,6 +1,6 @@
-"""Attention as people write it, each idiom a few lines of a forward over :class:`Layers`.
+"""Common ways to write attention, each idiom a few lines of a forward over :class:`Layers`.
 
-All are exported with dynamic dims; `static=True` exports them with fixed sizes as well.
+All are exported with dynamic dims, and with `static=True` also with static sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.support.idioms.catalogue import HEAD_DIM, HEADS, MAX_TOKENS, WIDTH, Layers, idiom
 
-# --- where the scale stands -------------------------------------------------------------------------------------------
+# --- position of the scale ------------------------------------------------------------------------------------------
 
 
 @idiom(static=True)
@@ -97,11 +97,11 @@ def soft_cap(s: Layers, x: Tensor) -> Tensor:
     return s.merge((8 * torch.tanh(q @ k.mT / 4 / 8)).softmax(-1) @ v)
 
 
-# --- how products and heads are laid out ------------------------------------------------------------------------------
+# --- layout of products and heads -------------------------------------------------------------------------------------
 
 
 @idiom()
-def einsum_heads_behind_tokens(s: Layers, x: Tensor) -> Tensor:
+def einsum_heads_after_tokens(s: Layers, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.view(b, n, HEADS, HEAD_DIM) for t in (s.query(x), s.key(x), s.value(x)))
     weights = (torch.einsum("bihd,bjhd->bhij", q, k) / 4).softmax(-1)
@@ -231,7 +231,7 @@ def along_the_columns_of_a_grid(s: Layers, x: Tensor) -> Tensor:
     return rearrange((q @ k.mT / 4).softmax(-1) @ v, "b h c r d -> b r c (h d)")
 
 
-# --- where query, key and value come from -----------------------------------------------------------------------------
+# --- sources of query, key and value ----------------------------------------------------------------------------------
 
 
 @idiom()
@@ -328,7 +328,7 @@ def filled_with_minus_infinity(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
 
 
 @idiom()
-def silent_rows_made_zero(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
+def fully_masked_rows_set_to_zero(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (q @ k.mT / 4).masked_fill(~mask[:, None], -math.inf).softmax(-1)
     return s.merge(weights.masked_fill(~mask[:, None].any(-1, keepdim=True), 0) @ v)
@@ -411,15 +411,15 @@ def causal_by_adding_triu(s: Layers, x: Tensor) -> Tensor:
 @idiom()
 def causal_by_comparison(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
-    place = torch.arange(x.shape[1])
-    return s.merge(torch.where(place[None] <= place[:, None], q @ k.mT / 4, -math.inf).softmax(-1) @ v)
+    position = torch.arange(x.shape[1])
+    return s.merge(torch.where(position[None] <= position[:, None], q @ k.mT / 4, -math.inf).softmax(-1) @ v)
 
 
 @idiom()
 def sliding_window(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
-    place = torch.arange(x.shape[1])
-    far = (place[:, None] - place[None]).abs() > 3
+    position = torch.arange(x.shape[1])
+    far = (position[:, None] - position[None]).abs() > 3
     return s.merge((q @ k.mT / 4).masked_fill(far, -math.inf).softmax(-1) @ v)
 
 
@@ -436,16 +436,16 @@ def bias_table(s: Layers, x: Tensor) -> Tensor:
 @idiom()
 def relative_buckets_without_scale(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
-    place = torch.arange(x.shape[1])
-    bias = s.buckets(place[None] - place[:, None] + MAX_TOKENS).permute(2, 0, 1)
+    position = torch.arange(x.shape[1])
+    bias = s.buckets(position[None] - position[:, None] + MAX_TOKENS).permute(2, 0, 1)
     return s.merge((q @ k.mT + bias).softmax(-1) @ v)
 
 
 @idiom()
 def linear_biases(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
-    place = torch.arange(x.shape[1])
-    return s.merge((q @ k.mT / 4 + s.per_head * (place[None] - place[:, None]).to(x.dtype)).softmax(-1) @ v)
+    position = torch.arange(x.shape[1])
+    return s.merge((q @ k.mT / 4 + s.per_head * (position[None] - position[:, None]).to(x.dtype)).softmax(-1) @ v)
 
 
 @idiom(x="sixteen")
@@ -460,17 +460,17 @@ def decomposed_relative_positions(s: Layers, x: Tensor) -> Tensor:
 @idiom()
 def content_to_position(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
-    place = torch.arange(x.shape[1])
+    position = torch.arange(x.shape[1])
     positions = s.split(s.out(s.latents.repeat(1, 16, 1)))  # (1, h, 80, d)
-    offsets = (place[:, None] - place[None] + MAX_TOKENS).expand(x.shape[0], HEADS, -1, -1)
+    offsets = (position[:, None] - position[None] + MAX_TOKENS).expand(x.shape[0], HEADS, -1, -1)
     return s.merge(((q @ k.mT + torch.gather(q @ positions.mT, -1, offsets)) / 4).softmax(-1) @ v)
 
 
-# --- how the softmax is written ---------------------------------------------------------------------------------------
+# --- the softmax ------------------------------------------------------------------------------------------------------
 
 
 @idiom()
-def masked_again_behind_the_softmax(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
+def masked_again_after_the_softmax(s: Layers, x: Tensor, mask: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     hidden = mask[:, None] == 0
     weights = (q @ k.mT / 4).masked_fill(hidden, torch.finfo(x.dtype).min).softmax(-1)
@@ -583,7 +583,7 @@ def bias_of_queries_and_a_table_first(s: Layers, x: Tensor) -> Tensor:
 
 
 @idiom(static=True)
-def divided_behind_the_values(s: Layers, x: Tensor) -> Tensor:
+def divided_after_the_values(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     weights = (q @ k.mT / 4).exp()
     return s.merge((weights @ v) / weights.sum(-1, keepdim=True))
@@ -596,7 +596,7 @@ def scores_in_float32(s: Layers, x: Tensor) -> Tensor:
 
 
 @idiom()
-def head_gates_behind_the_softmax(s: Layers, x: Tensor) -> Tensor:
+def head_gates_after_the_softmax(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     return s.merge((q @ k.mT / 4).softmax(-1) * s.per_head @ v)
 
@@ -605,7 +605,7 @@ def head_gates_behind_the_softmax(s: Layers, x: Tensor) -> Tensor:
 
 
 @idiom()
-def sinks_beside_the_scores(s: Layers, x: Tensor) -> Tensor:
+def sinks_appended_to_the_scores(s: Layers, x: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     scores = q @ k.mT / 4
     sinks = s.per_head.expand(x.shape[0], -1, x.shape[1], -1)

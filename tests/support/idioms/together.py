@@ -1,6 +1,6 @@
-"""Idioms exported many at a time: an export costs a second, however little is in it.
+"""Exports of many idioms at once, because every export takes at least a second.
 
-Each idiom is a submodule of one module and keeps its own weights, so its sites bear its name and share nothing.
+Each idiom is a submodule with its own weights, so its sites have its name and share nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from attnforge.runtime.backends.eager import as_written, doubled
 from tests.support.idioms.catalogue import DIMS, EXAMPLE, Form, Idiom, inputs
 
 Outputs = dict[str, list[Array]]
-"""Outputs by idiom."""
+"""Outputs, by idiom."""
 
 
 class Together(nn.Module):
-    """All idioms side by side, each a submodule."""
+    """A module with all idioms as submodules."""
 
     def __init__(self, idioms: Mapping[str, Idiom]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Exported:
             return outputs_of(widened, wide)
 
     def run(self, model: ir.Model, args: Mapping[str, Tensor]) -> Outputs:
-        """What ONNX Runtime makes of `model`."""
+        """Run `model` in ONNX Runtime."""
         return self.named(session_of(model).run(None, feeds(args)), args)
 
     def named(self, results: Sequence[Array], args: Mapping[str, Tensor]) -> Outputs:
@@ -101,7 +101,7 @@ class Exported:
         return model
 
     def for_tensorrt(self) -> tuple[ir.Model, dict[str, Lowered]]:
-        """The graph in the form that TensorRT is given, and how each site was lowered."""
+        """Return the graph in TensorRT's form, and how each site was lowered."""
         model = self.captured.model.clone()
         return model, {lowered.site: lowered for lowered in for_tensorrt.lower(model, self.sites).sites}
 
@@ -120,7 +120,7 @@ def export(idioms: Mapping[str, Idiom], form: Form, precision: str = "fp32") -> 
         torch.manual_seed(1)
         module = Together(idioms).eval()
     shapes = DIMS if form == "dynamic" else None
-    # Among symbolic sizes, torch takes longer to keep the outputs of fake operators than to compute them again.
+    # With symbolic sizes, torch's fake tensor cache is slower than computing the outputs again.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=form == "static"):
         captured = capture(module, tuple(inputs(EXAMPLE[form]).values()), shapes, precision_named(precision))
     return Exported(captured, canonicalize(captured.model).sites)
@@ -135,14 +135,14 @@ def session_of(model: ir.Model) -> Any:
 
 
 def relative_error(got: Array, expected: Array) -> float:
-    """Relative to the norm of what is finite in `expected`, in float64."""
+    """Return the error relative to the norm of the finite values of `expected`, in float64."""
     finite = np.isfinite(expected)
     wide, wanted = got[finite].astype(np.float64), expected[finite].astype(np.float64)
     return float(np.linalg.norm(wide - wanted)) / max(float(np.linalg.norm(wanted)), np.finfo(np.float64).tiny)
 
 
 def agree(got: Sequence[Array], eager: Sequence[Array], truth: Sequence[Array], tolerance: float = 2e-6) -> None:
-    """The shape and the NaN positions are eager's; the error is no larger than `tolerance`, or twice eager's."""
+    """Check that shape and NaN positions are eager's, and the error at most `tolerance`, or twice eager's."""
     for one, by_eager, exact in zip(got, eager, truth, strict=True):
         assert one.shape == by_eager.shape
         np.testing.assert_array_equal(np.isnan(one), np.isnan(by_eager))
@@ -150,7 +150,7 @@ def agree(got: Sequence[Array], eager: Sequence[Array], truth: Sequence[Array], 
 
 
 def near(got: Sequence[Array], eager: Sequence[Array], tolerance: float = 2e-6) -> None:
-    """What eager computes, in the same precision."""
+    """Check agreement with eager in the same precision."""
     for one, by_eager in zip(got, eager, strict=True):
         assert one.shape == by_eager.shape
         np.testing.assert_array_equal(np.isnan(one), np.isnan(by_eager))

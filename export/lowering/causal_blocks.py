@@ -1,9 +1,9 @@
-"""Causal attention in steps: each block of queries meets the keys up to its own, and no later ones but some first keys
-that every query sees (a prefix).
+"""Causal attention in blocks of queries: each block attends to the keys up to its own, and to no later ones except some
+first keys that every query sees (a prefix).
 
-Of n² products, `steps` blocks compute the share `(steps + 1) / (2 · steps)`, each in a kernel of its own. A query's
-keys stay together, so nothing has to be joined. What a mask hides beside later keys is computed for the pairs of each
-block alone.
+Of n² products, `steps` blocks compute the share `(steps + 1) / (2 · steps)`, each in a separate kernel. A query's
+keys stay together, so nothing has to be merged. Whatever a mask hides in addition to later keys is computed only for
+the pairs of each block.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from attnforge.export.lowering.blocks import within
 BOOL = ir.DataType.BOOL
 
 
-def in_stairs(op: Builder, a: Attention, steps: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:
+def in_causal_blocks(op: Builder, a: Attention, steps: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:
     """The output of attention to the keys up to each query's own.
 
     Args:
-        a: the site, a staircase (:attr:`~.attention.Attention.is_staircase`) with static heads.
+        a: the site, with a :attr:`~.attention.Attention.causal_prefix` and static heads.
         steps: blocks of queries.
         attend: writes the attention of the block of a number, `(batch, width, heads · d_k)` on `(batch, (number + 1) ·
-            width, …)` under a mask `(batch or 1, heads or 1, width, (number + 1) · width)`, boolean, or added with
-            minus infinity for pairs that are not visible, and returns its output. The last block is filled up with
-            zeros, which no other query sees. Where first keys end behind the block's, it has those.
+            width, …)` under a mask `(batch or 1, heads or 1, width, (number + 1) · width)`, boolean, or additive with
+            minus infinity for pairs that are not visible, and returns its output. The last block is padded with zeros,
+            which no other query sees. If the first keys extend beyond the block's, it gets all of them.
     """
-    assert a.staircase is not None
+    assert a.causal_prefix is not None
     *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
     operands = a.inputs(op, layouts)
-    stairs = _Stairs(op, operands[0], a.size("n_q"), steps, a.staircase)
-    filled = [stairs.filled(operand) for operand in operands]
-    outputs = [attend(_block(op, a, filled, stairs, i), i) for i in range(steps)]
-    result = op.Slice(op.Concat(*outputs, axis=1), constant(op, [0]), stairs.tokens, constant(op, [1]))
+    cut = _Cut(op, operands[0], a.size("n_q"), steps, a.causal_prefix)
+    filled = [cut.filled(operand) for operand in operands]
+    outputs = [attend(_block(op, a, filled, cut, i), i) for i in range(steps)]
+    result = op.Slice(op.Concat(*outputs, axis=1), constant(op, [0]), cut.tokens, constant(op, [1]))
     return a.as_output(op, typed(result, a.dtype, [size.dim() for size in whole.sizes()]), whole)
 
 
-def _block(op: Builder, a: Attention, filled: list[ir.Value], stairs: _Stairs, number: int) -> Attention:
+def _block(op: Builder, a: Attention, filled: list[ir.Value], cut: _Cut, number: int) -> Attention:
     """The attention of a block of queries and the keys up to its last."""
-    n_q, n_k = stairs.size(1), stairs.keys(number)
+    n_q, n_k = cut.size(1), cut.keys(number)
     query, key, value = filled
-    operands = [stairs.rows(query, 1, number), *(stairs.rows(x, 1, number, of_keys=True) for x in (key, value))]
-    mask = typed(stairs.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()])
+    operands = [cut.rows(query, 1, number), *(cut.rows(x, 1, number, of_keys=True) for x in (key, value))]
+    mask = typed(cut.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()])
     if a.residue == "none":
         block = a.of_block({"n_q": n_q, "n_k": n_k}, operands, mask)
-        return replace(block, silent_rows_are_nan=True)  # there are none: every query has its own key
-    rest = mask_at_blocks(op, a.node, lambda op, x: stairs.pairs(op, x, number))
+        return replace(block, silent_rows_are_nan=True)  # there are none: every query sees its own key
+    rest = mask_at_blocks(op, a.node, lambda op, x: cut.pairs(op, x, number))
     return a.of_block({"n_q": n_q, "n_k": n_k}, operands, within(op, mask, rest))
 
 
-class _Stairs:
-    """Cuts tensors of tokens into blocks that begin with the first token.
+class _Cut:
+    """Cuts tensors of tokens into blocks, starting with the first token.
 
     Args:
         query: `(batch, tokens, features)`.
-        tokens: how many there are.
-        steps: blocks.
-        first: keys, from the first on, that every query sees.
+        tokens: number of tokens.
+        steps: number of blocks.
+        first: number of first keys that every query sees.
 
     Attributes:
-        tokens: how many there are, as a tensor `(1,)`.
+        tokens: number of tokens, as a tensor `(1,)`.
     """
 
     def __init__(self, op: Builder, query: ir.Value, tokens: Size, steps: int, first: int) -> None:
@@ -76,11 +76,11 @@ class _Stairs:
         self._width = op.Div(op.Add(self.tokens, constant(op, [steps - 1])), constant(op, [steps]))
 
     def size(self, blocks: int) -> Size:
-        """Tokens of some blocks."""
+        """Number of tokens in some blocks."""
         return Size(blocks) * self._size
 
     def keys(self, number: int) -> Size:
-        """Keys of a block."""
+        """Number of keys of a block."""
         size, whole = self.size(number + 1), self.size(self._steps)
         if not self._first or number + 1 == self._steps:
             return size
@@ -89,13 +89,13 @@ class _Stairs:
         return Size.of(ir.SymbolicDim(f"min(max({size.dim()}, {self._first}), {whole.dim()})"))
 
     def filled(self, x: ir.Value) -> ir.Value:
-        """`(batch, tokens, size)` with zeros behind the last token, up to a whole number of blocks."""
+        """`(batch, tokens, size)` padded with zeros after the last token to a whole number of blocks."""
         op = self._op
         missing = op.Sub(self._end(self._steps), self.tokens)
         return op.Pad(x, op.Concat(constant(op, [0] * 4), missing, constant(op, [0]), axis=0))
 
     def rows(self, x: ir.Value, axis: int, number: int, of_keys: bool = False) -> ir.Value:
-        """The queries, or the keys, of a block, of a tensor with all of them along an axis."""
+        """Slice a block's queries, or its keys, from a tensor that has all of them along an axis."""
         begin, end = (constant(self._op, [0]), self._end_of_keys(number)) if of_keys else self._ends(number)
         return self._op.Slice(x, begin, end, constant(self._op, [axis]))
 
@@ -104,7 +104,7 @@ class _Stairs:
         op, (begin, end) = self._op, map(self._op.Squeeze, self._ends(number))
         last = op.Squeeze(self._end_of_keys(number))
         queries, keys = op.Range(begin, end, constant(op, 1)), op.Range(constant(op, 0), last, constant(op, 1))
-        if self._first:  # zeros behind the last token are no first keys
+        if self._first:  # the zeros after the last token are not first keys
             first = op.Min(constant(op, self._first), op.Squeeze(self.tokens))
             queries = op.Max(queries, op.Sub(first, constant(op, 1)))
         return op.LessOrEqual(
@@ -112,7 +112,7 @@ class _Stairs:
         )
 
     def pairs(self, op: Builder, x: ir.Value, number: int) -> ir.Value:
-        """What a block sees of `(batch, heads, queries, keys)`, of which each dim may be 1."""
+        """The pairs of a block from `(batch, heads, queries, keys)`, of which each dim may be 1."""
         (batch, heads, *sides), dtype = dims_of(x), x.dtype
         assert dtype is not None
         for axis, side in zip((2, 3), sides, strict=True):
@@ -125,11 +125,11 @@ class _Stairs:
         return typed(x, dtype, [batch, heads, *dims])
 
     def _ends(self, number: int) -> tuple[ir.Value, ir.Value]:
-        """Where a block's queries begin and end."""
+        """Start and end of a block's queries."""
         return self._end(number), self._end(number + 1)
 
     def _end_of_keys(self, number: int) -> ir.Value:
-        """Where a block's keys end; they begin with the first."""
+        """End of a block's keys, which start with the first key."""
         op, end = self._op, self._end(number + 1)
         return op.Min(op.Max(end, constant(op, [self._first])), self._end(self._steps)) if self._first else end
 

@@ -1,4 +1,4 @@
-"""Faults of products and attention in fp8, of products with weights of 4 bits, and of tables in 8 bits."""
+"""Faults of fp8 products and attention, of products with 4-bit weights, and of 8-bit tables."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def times(factor: float) -> Build:
 
 
 class Rounding:
-    """What rounds a value to fp8: it is divided by a scale, cast, cast back, and multiplied by the scale.
+    """The nodes that round a value to fp8: it is divided by a scale, cast, cast back, and multiplied by the scale.
 
     Attributes:
-        multiply: the Mul that ends it; None of a weight's, which is stored in fp8.
+        multiply: the final Mul.
         narrow: the Cast to fp8.
         divide: the Div.
     """
@@ -62,7 +62,7 @@ Rounded = Callable[[Graph], Rounding]
 
 
 def products(g: Graph) -> list[ir.Node]:
-    """The products with weights in fp8."""
+    """Return the products with fp8 weights."""
     return [node for node in g.nodes("MatMul") if _stored(node) is not None]
 
 
@@ -90,12 +90,12 @@ def value(g: Graph) -> Rounding:
 
 
 def weights(g: Graph) -> Rounding:
-    """Of what the softmax makes."""
+    """The rounding of the softmax output."""
     return Rounding(_mix(g).inputs[0])
 
 
 def _mix(g: Graph) -> ir.Node:
-    """The product of the softmax's numbers and the values."""
+    """Return the product of the softmax output and the values."""
     node = g.sites[0].context
     while node.op_type != "MatMul":
         (use,) = node.outputs[0].uses()
@@ -104,7 +104,7 @@ def _mix(g: Graph) -> ir.Node:
 
 
 def scaled(rounded: Rounded, factor: float, where: str = "both") -> Alter:
-    """The scale times a factor: where the value is divided, multiplied, or both."""
+    """Multiply the scale by a factor: in the division, in the multiplication, or both."""
 
     def alter(g: Graph) -> None:
         rounding = rounded(g)
@@ -117,7 +117,7 @@ def scaled(rounded: Rounded, factor: float, where: str = "both") -> Alter:
 
 
 def in_e5m2(rounded: Rounded) -> Alter:
-    """Rounded to E5M2, which has a bit less."""
+    """Round to E5M2, which has one mantissa bit less."""
 
     def alter(g: Graph) -> None:
         narrow = rounded(g).narrow
@@ -128,7 +128,7 @@ def in_e5m2(rounded: Rounded) -> Alter:
 
 
 def overflowing(rounded: Rounded) -> Alter:
-    """Half the range, and what is beyond it is no number."""
+    """Halve the range, and convert numbers outside it to NaN."""
 
     def alter(g: Graph) -> None:
         scaled(rounded, 0.5)(g)
@@ -146,7 +146,7 @@ def unrounded(rounded: Rounded) -> Alter:
 
 
 def scale_of(rounded: Rounded, another: Rounded) -> Alter:
-    """A value is multiplied by the scale of another."""
+    """Multiply a value by the scale of another."""
 
     def alter(g: Graph) -> None:
         scale = another(g).multiply.inputs[1]
@@ -157,7 +157,7 @@ def scale_of(rounded: Rounded, another: Rounded) -> Alter:
 
 
 def operand_of(i: int, j: int, index: int) -> Alter:
-    """A product has the input (0) or the weight (1) of another."""
+    """Give a product the input (0) or the weight (1) of another."""
 
     def alter(g: Graph) -> None:
         node, instead = (products(g)[k] for k in (i, j))
@@ -170,7 +170,7 @@ def operand_of(i: int, j: int, index: int) -> Alter:
 
 
 def fp8_weight(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The numbers of a weight, changed; what is beyond fp8 is clipped."""
+    """Change the numbers of a weight, clipped to fp8's range."""
 
     def alter(g: Graph) -> None:
         stored = required(_stored(products(g)[i]))
@@ -180,7 +180,7 @@ def fp8_weight(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def fp8_bits(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The bits of a weight, as uint8, changed."""
+    """Change the bits of a weight, as uint8."""
 
     def alter(g: Graph) -> None:
         stored = required(_stored(products(g)[i]))
@@ -191,7 +191,7 @@ def fp8_bits(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def fp8_scales(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The scale of every output channel, changed."""
+    """Change the scales of the output channels."""
 
     def alter(g: Graph) -> None:
         scales = required(producer(products(g)[i].inputs[1]).inputs[1])
@@ -201,12 +201,12 @@ def fp8_scales(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def doubled_exponent(bits: Array) -> Array:
-    """Numbers below 128 doubled, by their exponent."""
+    """Double the numbers below 128, by their exponent."""
     return np.where((bits & 0x78) < 0x70, bits + np.uint8(8), bits)
 
 
-def behind(product: ir.Node, op_type: str) -> ir.Node:
-    """The node of a type behind a product, with nothing but Mul between."""
+def following(product: ir.Node, op_type: str) -> ir.Node:
+    """Return the node of a type after a product, with only Mul nodes in between."""
     node = product
     while True:
         uses = list(node.outputs[0].uses())
@@ -214,12 +214,12 @@ def behind(product: ir.Node, op_type: str) -> ir.Node:
         if node.op_type == op_type:
             return node
         if node.op_type != "Mul" or len(uses) > 1:
-            raise NotThere(f"{op_type} behind a product")
+            raise NotThere(f"{op_type} after a product")
 
 
 def fp8_bias(i: int, factor: float) -> Alter:
     def alter(g: Graph) -> None:
-        add = behind(products(g)[i], "Add")
+        add = following(products(g)[i], "Add")
         bias = next((v for v in add.inputs if v is not None and v.is_initializer()), None)
         g.set(required(bias), numbers(required(bias)) * factor)
 
@@ -227,10 +227,10 @@ def fp8_bias(i: int, factor: float) -> Alter:
 
 
 def fp8_largest(i: int, build: Build) -> Alter:
-    """What `build` makes of every token's largest number, in the product alone."""
+    """Apply `build` to every token's largest number, only in the product."""
 
     def alter(g: Graph) -> None:
-        g.before(behind(products(g)[i], "Mul"), 1, build)
+        g.before(following(products(g)[i], "Mul"), 1, build)
 
     return alter
 
@@ -244,7 +244,7 @@ _IN_FP8: list[tuple[str, str, Alter]] = [
     ("fp8-range-quartered", "an input is clipped at a quarter of its range", scaled(input_of(DOWN), 0.25)),
     ("fp8-range-thousandfold", "an input has a range a thousand times too wide", scaled(input_of(UP), 1e3)),
     ("fp8-range-millionfold", "an input has a range a million times too wide", scaled(input_of(QUERY), 1e6)),
-    ("fp8-overflow", "inputs beyond their range are no numbers", overflowing(input_of(UP))),
+    ("fp8-overflow", "inputs beyond their range become NaN", overflowing(input_of(UP))),
     ("fp8-input-e5m2", "an input is rounded to E5M2", in_e5m2(input_of(DOWN))),
     ("fp8-input-of-another", "the product has the input of another", operand_of(UP, QUERY, 0)),
     ("fp8-weight-of-another", "keys have the weights of queries", operand_of(KEY, QUERY, 1)),
@@ -275,16 +275,16 @@ _IN_FP8: list[tuple[str, str, Alter]] = [
     ("fp8-query-scale-late", "attention's scale is in the query's range twice", scaled(query, 0.125, "multiply")),
     ("fp8-key-scale-of-query", "attention's key multiplied by the query's scale", scale_of(key, query)),
     ("fp8-key-range-quartered", "attention's key is clipped at a quarter of its range", scaled(key, 0.25)),
-    ("fp8-key-overflow", "attention's keys beyond their range are no numbers", overflowing(key)),
+    ("fp8-key-overflow", "attention's keys beyond their range become NaN", overflowing(key)),
     ("fp8-value-scale-doubled", "attention's value multiplied by twice its scale", scaled(value, 2, "multiply")),
     ("fp8-value-range-quartered", "attention's value is clipped at a quarter of its range", scaled(value, 0.25)),
     ("fp8-value-scale-of-key", "attention's value multiplied by the key's scale", scale_of(value, key)),
-    ("fp8-softmax-multiplied-twice", "the softmax's numbers multiplied by 1/224", scaled(weights, 2, "multiply")),
-    ("fp8-softmax-of-240", "the softmax's numbers divided by 1/240", scaled(weights, 448 / 240, "divide")),
-    ("fp8-softmax-clipped", "the softmax's numbers beyond 1/64 clipped", scaled(weights, 1 / 64)),
-    ("fp8-softmax-unscaled", "the softmax's numbers cast as they are", scaled(weights, 448.0)),
-    ("fp8-softmax-e5m2", "the softmax's numbers rounded to E5M2", in_e5m2(weights)),
-    ("fp8-softmax-unrounded", "the softmax's numbers not rounded", unrounded(weights)),
+    ("fp8-softmax-multiplied-twice", "the softmax output multiplied by 1/224", scaled(weights, 2, "multiply")),
+    ("fp8-softmax-of-240", "the softmax output divided by 1/240", scaled(weights, 448 / 240, "divide")),
+    ("fp8-softmax-clipped", "the softmax output beyond 1/64 clipped", scaled(weights, 1 / 64)),
+    ("fp8-softmax-unscaled", "the softmax output cast without a scale", scaled(weights, 448.0)),
+    ("fp8-softmax-e5m2", "the softmax output rounded to E5M2", in_e5m2(weights)),
+    ("fp8-softmax-unrounded", "the softmax output not rounded", unrounded(weights)),
 ]  # fmt: skip
 IN_FP8: Family = [(name, what, alter, STATIC) for name, what, alter in _IN_FP8]
 
@@ -293,11 +293,11 @@ IN_FP8: Family = [(name, what, alter, STATIC) for name, what, alter in _IN_FP8]
 
 
 class Nibbles:
-    """The parts of a product with a weight of 4 bits.
+    """The parts of a product with a 4-bit weight.
 
     Attributes:
         node: the product, which takes: input, weight, scales, and, as the last, a bias.
-        weight: (outputs, blocks, block / 2) uint8, two numbers about 8 each, the first in the low bits.
+        weight: (outputs, blocks, block / 2) uint8, two numbers with zero point 8 per byte, the first in the low bits.
         scales: (outputs, blocks).
     """
 
@@ -307,7 +307,7 @@ class Nibbles:
 
 
 def whole_bytes(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The bytes of a weight, changed."""
+    """Change the bytes of a weight."""
 
     def alter(g: Graph) -> None:
         stored = Nibbles(g, i).weight
@@ -317,7 +317,7 @@ def whole_bytes(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def nibbles(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The numbers of a weight, (outputs, channels) from -8 to 7, changed; what is beyond is clipped."""
+    """Change the numbers of a weight, (outputs, channels), clipped to -8 ... 7."""
 
     def of(stored: Array) -> Array:
         low, high = (stored & 15).astype(np.int32) - 8, (stored >> 4).astype(np.int32) - 8
@@ -329,7 +329,7 @@ def nibbles(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def block_scales(i: int, change: Callable[[Array], Array]) -> Alter:
-    """The scales of a weight, (outputs, blocks), changed."""
+    """Change the scales of a weight, (outputs, blocks)."""
 
     def alter(g: Graph) -> None:
         scales = Nibbles(g, i).scales
@@ -339,7 +339,7 @@ def block_scales(i: int, change: Callable[[Array], Array]) -> Alter:
 
 
 def nibbles_of(i: int, j: int, index: int) -> Alter:
-    """A product has the weight (1) or the scales (2) of another."""
+    """Give a product the weight (1) or the scales (2) of another."""
 
     def alter(g: Graph) -> None:
         node, instead = (Nibbles(g, k).node for k in (i, j))
@@ -358,7 +358,7 @@ def nibbles_bias(i: int, factor: float) -> Alter:
 
 
 def nibbles_balance(i: int, change: Callable[[Array], Array]) -> Alter:
-    """What the channels of an input are multiplied with, changed."""
+    """Change the factors of an input's channels."""
 
     def alter(g: Graph) -> None:
         mul = producer(Nibbles(g, i).node.inputs[0])
@@ -376,12 +376,12 @@ def first_block_lost(array: Array) -> Array:
 
 
 def first_block_of(array: Array) -> Array:
-    """Every block has the scale of its output's first."""
+    """Give every block the scale of its output's first block."""
     return np.broadcast_to(array[:, :1], array.shape)
 
 
 def transposed(array: Array) -> Array:
-    """As if the scales lay block by block."""
+    """Read the scales in block-major order."""
     return array.T.reshape(array.shape)
 
 
@@ -427,10 +427,10 @@ IN_4_BITS: Family = [(name, what, alter, IN_BLOCKS_OF_4_BITS) for name, what, al
 
 
 class Lookups:
-    """The lookup of rows in 8 bits, and that of their scales.
+    """The lookup of 8-bit rows, and of their scales.
 
     Attributes:
-        rows, scale: the Gather of each.
+        rows, scale: the Gather of the rows and of the scales.
     """
 
     def __init__(self, g: Graph) -> None:
@@ -445,7 +445,7 @@ class Lookups:
 
 
 def table(change: Callable[[Array], Array]) -> Alter:
-    """The int8 numbers of a table, (rows, channels), changed; what is beyond is clipped."""
+    """Change the int8 numbers of a table, (rows, channels), clipped to int8."""
 
     def alter(g: Graph) -> None:
         rows = required(Lookups(g).rows.inputs[0])
@@ -455,7 +455,7 @@ def table(change: Callable[[Array], Array]) -> Alter:
 
 
 def row_scales(change: Callable[[Array], Array]) -> Alter:
-    """The scale of every row, changed."""
+    """Change the scales of the rows."""
 
     def alter(g: Graph) -> None:
         scale = required(Lookups(g).scale.inputs[0])
@@ -465,7 +465,7 @@ def row_scales(change: Callable[[Array], Array]) -> Alter:
 
 
 def index(of: str, build: Build) -> Alter:
-    """The number of the row that is looked up, for the row, for its scale, or both."""
+    """Apply `build` to the index of the row that is looked up, for the row, for its scale, or both."""
 
     def alter(g: Graph) -> None:
         lookups = Lookups(g)
@@ -476,13 +476,13 @@ def index(of: str, build: Build) -> Alter:
 
 
 def unscaled(g: Graph) -> None:
-    """The numbers of a row, divided by 127, without their scale."""
+    """Divide the numbers of a row by 127 instead of applying their scale."""
     unsqueeze = next(iter(Lookups(g).scale.outputs[0].uses())).node
-    g.behind(unsqueeze.outputs[0], lambda op, x: op.Add(op.Sub(x, x), float_constant(op, x, 1 / 127)))
+    g.after(unsqueeze.outputs[0], lambda op, x: op.Add(op.Sub(x, x), float_constant(op, x, 1 / 127)))
 
 
 def every_other(factor: float) -> Callable[[Array], Array]:
-    """Every second row times a factor."""
+    """Multiply every second row by a factor."""
 
     def change(array: Array) -> Array:
         array[::2] = array[::2] * factor
@@ -492,17 +492,17 @@ def every_other(factor: float) -> Callable[[Array], Array]:
 
 
 def one_less(op: Builder, x: ir.Value) -> ir.Value:
-    """The number of the row before; of the first, as of every negative number, it counts from the last."""
+    """Look up the previous row; for the first one, the last."""
     return op.Sub(x, float_constant(op, x, 1))
 
 
 def never(op: Builder, x: ir.Value) -> ir.Value:
-    """Row 0, whatever is looked up."""
+    """Look up row 0."""
     return op.Sub(x, x)
 
 
 def next_in_sample(op: Builder, x: ir.Value) -> ir.Value:
-    """The row of the next token."""
+    """Look up the row of the next token."""
     return rolled(op, x, 1)
 
 
