@@ -374,7 +374,7 @@ def test_everything_else_is_there(page: Parsed) -> None:
     text = said(page)
     for sentence in (
         "vit, onnxruntime-cpu fp32: 1.07× as fast as before (1.05–1.08)",
-        "Wrong, so without a time: openvino-plain bf16 of patch-attention.",
+        "Not timed because of wrong output: openvino-plain bf16 of patch-attention.",
         "openvino-plain bf16: error 4.1e-02, 8.0e-03 is allowed",
         "tensorrt: no CUDA device",
         "torch-compile fp32: no C++ compiler",
@@ -452,7 +452,7 @@ def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     page = parsed(results([bare, empty], ceilings=None, growth=[]), tmp_path / "bare.html")
     text = said(page)
     assert "costs: – s to load, – MiB, – MB on disk, deploys in – s" in text
-    assert "Nothing of it was timed." in text and "eager fp32: not finite" in text and "None" not in text
+    assert "No contender was timed." in text and "eager fp32: not finite" in text and "None" not in text
     assert page.tables["contenders"][1][6:] == ["–", "–", "=2.1e-07 2.1e-721%", "–", "–", "–", "–"]
     assert table(bare).splitlines()[2].endswith("| – | – | – | 2.1e-7 |") and len(table(empty).splitlines()) == 2
 

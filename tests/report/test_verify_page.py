@@ -282,7 +282,7 @@ def test_there_is_no_map_where_first_queries_are_computed_apart(
     bundle, _ = deployed_as(form, FirstQuery(2), False, tmp_path / "bundle", "fp32", monkeypatch)
     maps = attention_maps(bundle)
     assert list(maps) == []
-    assert list(maps.left_out.values()) == ["its first queries are computed apart"]
+    assert list(maps.left_out.values()) == ["its first queries are computed separately"]
 
 
 def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_what_is_left_out_says_why(
     assert not list(found) and "no ONNX Runtime model" in next(iter(found.left_out.values()))
     monkeypatch.setattr(looking, "MOST_IN_ALL", 4 * 16 * 16)
     found = attention_maps(digits)
-    assert [one.site for one in found] == ["attentions.0"] and "enough" in found.left_out["attentions.1"]
+    assert [one.site for one in found] == ["attentions.0"] and "limit" in found.left_out["attentions.1"]
     monkeypatch.setattr(looking, "MOST_SCORES", 100)
     found = attention_maps(digits)
     assert not list(found) and "4 × 16 × 16" in found.left_out["attentions.0"]
@@ -562,7 +562,7 @@ def test_a_bundle_without_cases_has_a_page(copy: Path) -> None:
 
 def test_a_site_of_which_a_target_says_nothing_is_left_out(copy: Path) -> None:
     rewrite(copy, lambda manifest: manifest.attention.details[0].targets.clear())
-    assert "the manifest does not say what it became for ONNX Runtime" in page_of(copy)
+    assert "the manifest does not say how it was lowered for ONNX Runtime" in page_of(copy)
 
 
 @pytest.mark.parametrize("size", [1e30, 1e300])
