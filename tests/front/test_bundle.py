@@ -1,4 +1,4 @@
-"""A bundle is whole or it is refused; a deploy that fails leaves nothing behind and loses nothing."""
+"""A bundle is complete or refused; a failed deploy leaves no files and loses none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.bundles import DeploySmall, rewrite, small_example
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest's JSON, and nothing else."""
+    """Change only the manifest's JSON."""
     document = json.loads((folder / MANIFEST).read_text())
     change(document)
     (folder / MANIFEST).write_text(json.dumps(document))
@@ -77,7 +77,7 @@ def test_records_refuse_what_they_do_not_know() -> None:
         Manifest.model_validate({"schema_version": "1"})
 
 
-# What is refused
+# Refused bundles
 
 
 def test_nothing_is_no_bundle(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_loading_checks_what_is_run_and_no_more(copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Bundle]:
-    """A bundle of large weights, on the shelf or in the canonical graph."""
+    """A bundle with large weights, in the shared file or in the canonical graph."""
 
     @functools.cache
     def deploy(shelved: bool) -> Bundle:
@@ -136,7 +136,7 @@ def test_weights_that_graphs_share_are_checked_with_each_of_them(
 @pytest.mark.xdist_group("wide")
 @pytest.mark.parametrize("shelved", [False, True])
 def test_the_plain_graph_is_whole(wide: Callable[[bool], Bundle], tmp_path: Path, shelved: bool) -> None:
-    """Any tool checks and runs it where it lies; weights stand once; a bundle that has them as inputs still loads."""
+    """Any tool can check and run it in place; weights are stored once; a bundle with weights as inputs still loads."""
     bundle = Bundle(shutil.copytree(wide(shelved).path, tmp_path / "copy"))
     plain, canonical = bundle.file("plain.onnx"), bundle.file("canonical.onnx")
     assert plain.stat().st_size < 100_000 < (bundle.file("weights.data") if shelved else canonical).stat().st_size

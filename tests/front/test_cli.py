@@ -38,7 +38,7 @@ pytestmark = pytest.mark.xdist_group("cli")
 Done = subprocess.CompletedProcess[str]
 
 DIGITS = ("patch-attention-digits", "-o", "max_batch=16", "--no-data", "--no-tune")
-"""The classifier of digits, quick to deploy."""
+"""The digit classifier, which is quick to deploy."""
 
 
 def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
@@ -234,7 +234,7 @@ def test_bench_against_peers(here: Here, bundle: Path, tmp_path: Path) -> None:
 def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the module had given something else for a constant image."""
+    """Store another reference output, as if the module had returned it for a constant image."""
     monkeypatch.setattr(
         measure, "measure_ceilings", partial(ceilings.measure_ceilings, precisions=("fp32",), seconds=0.02)
     )

@@ -1,4 +1,4 @@
-"""Bundles that strangers made: no name leads out of them, no link, no pipe, and what was checked is what runs."""
+"""Untrusted bundles: no name leads outside them, links and pipes are refused, and what was checked is what runs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MACHINE: dict[str, Any] = {"system": "", "processor": "", "processors": 1, "inst
 
 
 def edit(folder: Path, change: Callable[[Any], object]) -> None:
-    """Change the manifest's JSON, and nothing else."""
+    """Change only the manifest's JSON."""
     document = json.loads((folder / MANIFEST).read_text())
     change(document)
     (folder / MANIFEST).write_text(json.dumps(document))
 
 
 def refused(folder: Path, words: str = "") -> None:
-    """Loading, verifying and inspecting a bundle end in one line, and at once."""
+    """Check that loading, verifying and inspecting a bundle fail at once with one line."""
     for use in (attnforge.load, attnforge.verify, Bundle, attnforge.diagnose):
         start = time.perf_counter()
         with pytest.raises(BundleError, match=words) as raised:
@@ -139,7 +139,7 @@ def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monke
 
 
 def outsourced(folder: Path, name: str, location: str) -> onnx.ModelProto:
-    """Let the first large weight of a model of the bundle stand in another file."""
+    """Move the first large weight of a model of the bundle to another file."""
     model = onnx.load(str(folder / name))
     weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     weight.data_location = onnx.TensorProto.EXTERNAL
@@ -175,7 +175,7 @@ VALUES = np.array([5, 7], np.float32)
 
 
 def external(*places: str, name: str = "values") -> onnx.TensorProto:
-    """Two numbers that stand in another file."""
+    """A tensor of two numbers stored in another file."""
     tensor = onnx.TensorProto(dims=[2], data_type=onnx.TensorProto.FLOAT, name=name, data_location="EXTERNAL")
     for place in places:
         tensor.external_data.add(key="location", value=place)
@@ -187,7 +187,7 @@ def sparse(tensor: onnx.TensorProto) -> onnx.SparseTensorProto:
 
 
 def within(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
-    """A branch of an operator, with the tensor in it."""
+    """An If operator with the tensor in its branches."""
     node = helper.make_node("Constant", [], ["within"], sparse_value=sparse(tensor))
     inner = helper.make_graph([node], "branch", [], [helper.make_tensor_value_info("within", 1, [2])])
     graph.node.append(helper.make_node("If", ["condition"], ["either"], then_branch=inner, else_branch=inner))
@@ -255,7 +255,7 @@ def test_weights_that_do_not_stand_beside_the_model_are_refused(copy: Path, plac
 
 
 def test_the_libraries_do_read_sparse_weights_of_other_files(tmp_path: Path) -> None:
-    """Which is why a bundle has to list them."""
+    """Therefore a bundle must list them."""
     nodes = [
         helper.make_node("Constant", [], ["c"], sparse_value=sparse(external("hidden.bin"))),
         helper.make_node("Add", ["x", "c"], ["y"]),
@@ -273,7 +273,7 @@ def test_the_libraries_do_read_sparse_weights_of_other_files(tmp_path: Path) -> 
 
 
 def test_weights_in_openvinos_own_format_are_listed(copy: Path) -> None:
-    """It reads that under the name of any model, with weights in a file beside it that the model does not name."""
+    """It reads its format under any model's name, with weights in a file next to it that the model does not name."""
     openvino = pytest.importorskip("openvino")
     whole = openvino.Core().read_model(str(copy / CANONICAL))
     openvino.save_model(whole, copy.parent / "canonical.xml", compress_to_fp16=False)
@@ -299,7 +299,7 @@ def test_a_model_that_holds_a_compiled_one_is_refused(copy: Path) -> None:
 
 
 def test_a_model_of_another_ending_is_refused(copy: Path) -> None:
-    """What is checked of models goes by it."""
+    """Models are checked according to it."""
     (copy / MODEL).rename(copy / "onnxruntime/model.bin")
     edit(copy, lambda document: document["targets"]["onnxruntime"].update(model="onnxruntime/model.bin"))
     edit(copy, lambda document: document["files"].update({"onnxruntime/model.bin": document["files"].pop(MODEL)}))
@@ -363,7 +363,7 @@ def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -
 
 
 def test_a_cache_that_somebody_else_wrote_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a stranger's archive holds a bundle and its cache: unpacked, both are this user's files."""
+    """As when an untrusted archive contains a bundle and its cache: unpacked, both belong to this user."""
     file = tmp_path / "small.cache/kernels"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
     assert cache.write(file, b"evil") and cache.read(file) == b"evil"
@@ -399,7 +399,7 @@ def test_a_cache_that_is_a_link_is_not_used(tmp_path: Path) -> None:
 
 @pytest.fixture
 def other(copy: Path) -> Path:
-    """A bundle of the same inputs and outputs, and other weights."""
+    """A bundle with the same inputs and outputs, and other weights."""
     folder = Path(shutil.copytree(copy, copy.parent / "other"))
     for name in (MODEL, CANONICAL, "plain.onnx"):
         model = onnx.load(str(folder / name))
@@ -551,7 +551,7 @@ def test_numbers_that_are_none_are_refused(copy: Path, value: str) -> None:
 
 @pytest.mark.parametrize("depth", [900, 1_300])
 def test_an_expression_of_sizes_is_no_way_to_hang(copy: Path, depth: int) -> None:
-    """A shape that cannot be worked out is not known; it is checked by what the model answers."""
+    """A shape that cannot be inferred is unknown; it is checked on the model's outputs."""
     edit(copy, lambda document: document["outputs"][0]["dims"][0].update(symbol="+".join("1" * depth)))
     with attnforge.load(copy, "onnxruntime-cpu") as session:
         try:

@@ -1,4 +1,4 @@
-"""What the commands print: alike sites as one, tables in 80 columns, and numbers in one format."""
+"""Output of the commands: similar sites are merged, tables fit 80 columns, and numbers have one format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnforge.report import render
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Everything that was printed in 80 columns."""
+    """Return everything that was printed in 80 columns."""
     screen = io.StringIO()
     console = Console(file=screen, width=80, highlight=False)
     monkeypatch.setattr(terminal, "out", console)
@@ -86,7 +86,7 @@ def test_runs_of_names() -> None:
 
 
 def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Callable[[], str]) -> None:
-    words = "a sentence of many words that does not fit into what is left of eighty columns beside a name"
+    words = "a sentence of many words that does not fit into what is left of eighty columns after a name"
     rows = [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")]
     terminal.print_table(("name", "nothing", "number", "why"), rows, wraps=3)
     lines = printed().splitlines()

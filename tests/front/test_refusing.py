@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the command line is one line, one exit code, and with `--json` one document; and whatever a
+"""Every error on the command line is one line, one exit code, and with `--json` one document; and whatever a
 stranger's bundle says, the terminal stays the user's."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Here = Callable[..., Done]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
-    """Exit code and both streams of a command in this process."""
+    """Run a command in this process; return its exit code and both streams."""
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["attnforge", *map(str, arguments)])
@@ -46,7 +46,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def refused(done: Done, code: int, words: str = "") -> dict[str, str]:
-    """The document of a command that was refused in one line."""
+    """Return the document of a command that was refused with one line."""
     status, printed, said = done
     assert status == code
     assert "Traceback" not in said and words in said
@@ -178,7 +178,7 @@ def test_standard_output_that_is_full_is_one_line(copy: Path, arguments: tuple[s
 # --- names that are not UTF-8 -----------------------------------------------------------------------------------------
 
 BYTE = os.fsdecode(b"\xff")
-"""A byte that is no UTF-8, as Python has it in the name of a file."""
+"""A byte that is not UTF-8, as Python represents it in a file name."""
 
 
 @pytest.mark.parametrize("arguments", [("deploy", "--help"), ("models",)])
@@ -346,10 +346,10 @@ def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
     done.stdout.decode("ascii")
 
 
-# --- told to end ------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
-TOLD = """
+INTERRUPTED = """
 import os, signal, sys
 import attnforge
 from attnforge.cli import main, terminal
@@ -378,7 +378,7 @@ def status():
         return ended.code
 
 def before(number, frame):
-    print("nobody heard")
+    print("not handled by the command")
 
 signal.signal(number, before)
 sys.argv[1:] = ["verify", "absent", "--json"]
@@ -394,11 +394,11 @@ print(first, status())
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("swallowed", ["as an error", "and forgotten", "not"])
 def test_a_signal_ends_the_command_whatever_a_library_makes_of_it(number: signal.Signals, swallowed: str) -> None:
-    command = [sys.executable, "-c", TOLD, str(int(number)), swallowed]
+    command = [sys.executable, "-c", INTERRUPTED, str(int(number)), swallowed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
     assert "interrupted" in done.stderr
     document, _, codes = done.stdout.rstrip().rpartition("\n")
-    assert codes == f"{128 + number} 1", done.stderr  # the next command was told nothing
+    assert codes == f"{128 + number} 1", done.stderr  # the signal does not affect the next command
     assert json.loads(document)["error"]["kind"] == "Interrupted"
 
 

@@ -1,4 +1,4 @@
-"""Whose bundle is it: signed, moved, altered by a byte, signed by another, by every way that opens a bundle."""
+"""Signed bundles: moved, altered by a byte, or signed by another key, with every way to open a bundle."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_signed_and_moved_are_accepted(signed: Path, key: Path, use: Use) -> Non
 @by_every_way
 @pytest.mark.parametrize("name", [MODEL, MANIFEST, "reference/outputs.safetensors", PLAN])
 def test_altered_by_a_byte_is_refused(signed: Path, key: Path, use: Use, name: str) -> None:
-    """Also in files that are not used."""
+    """This includes unused files."""
     data = bytearray((signed / name).read_bytes())
     data[-2] ^= 1
     (signed / name).write_bytes(data)
@@ -141,7 +141,7 @@ def test_nobody_asks_and_signed_or_not_is_accepted(signed: Path, use: Use) -> No
 
 
 def test_what_is_checked_is_what_is_used(signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest that is exchanged after its signature was checked changes nothing, nor does a model."""
+    """Exchanging the manifest or a model after the signature was checked has no effect."""
     opened = Bundle(signed, lazily=True, trusted=key.with_suffix(".pub"))
     (signed / MODEL).write_bytes(b"another")
     with pytest.raises(BundleError, match="altered"):
@@ -279,7 +279,7 @@ def test_the_environment_names_keys(signed: Path, key: Path, monkeypatch: pytest
     monkeypatch.setenv(TRUSTED, str(other))
     for use in USES:
         refused(use, signed, None, "signed by another key")
-    load(signed, key.with_suffix(".pub"))  # what the caller says goes before
+    load(signed, key.with_suffix(".pub"))  # the argument takes precedence
     Bundle(signed, trusted=False)
     monkeypatch.setenv(TRUSTED, os.pathsep.join(map(str, (other, key.with_suffix(".pub")))))
     for use in USES:

@@ -1,4 +1,4 @@
-"""Bundles and files are written whole, in their place alone, and nothing stays behind a process that was killed."""
+"""Bundles and files are written atomically and nowhere else, and leftovers of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_utf_8_is_refused_before_the_work(tmp_path: Path) -
     ("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
 )
 def test_permissions_are_those_of_new_files(tmp_path: Path, mask: int, file: int, folder: int) -> None:
-    """A library writes its files for their owner alone, so that another user's verify fails."""
+    """A library makes its files private to their owner, so that verify would fail for other users."""
     before = os.umask(mask)
     try:
         with writing(tmp_path / "out", False) as made:
@@ -169,7 +169,7 @@ def test_a_link_is_not_made_writable(tmp_path: Path) -> None:
 
 
 def test_folders_exchange_at_one_instant(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a whole bundle at its place at every moment: no rename leaves it empty."""
+    """There is a complete bundle at every moment: no rename leaves its path empty."""
     monkeypatch.setattr(Path, "rename", lambda *paths: pytest.fail("between two renames there is no bundle"))
     whole = Path(shutil.copytree(copy, tmp_path / "whole"))
     old = (copy / MANIFEST).stat().st_ino
@@ -292,7 +292,7 @@ def test_a_file_that_cannot_be_written_is_said_before(tmp_path: Path, name: str)
 
 @pytest.fixture(params=["pipe", "device", "link to a device"])
 def special(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """What is no regular file: a pipe, a device like /dev/null, or a link to one."""
+    """A file that is not regular: a pipe, a device like /dev/null, or a link to one."""
     file = tmp_path / "special"
     if request.param == "pipe":
         os.mkfifo(file)
@@ -351,7 +351,7 @@ while True:
 """
 
 TIMES = int(os.environ.get("ATTNFORGE_KILLS", "10"))
-"""How often a process is killed: `make kill` says a hundred."""
+"""Number of times a process is killed: 100 in `make kill`."""
 
 
 @pytest.fixture(scope="module")
