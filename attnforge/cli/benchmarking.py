@@ -54,7 +54,7 @@ def bench(
     as_json: Json = False,
     quick: Annotated[
         bool,
-        _Timing("--quick", help="Measure latency only, in one load of each contender."),
+        _Timing("--quick", help="Measure only latency, and check outputs only on the timed inputs."),
     ] = False,
     shapes: Annotated[
         list[str] | None, _Timing(help="Sizes of the dynamic dims, as name=number,name=number; repeatable.")

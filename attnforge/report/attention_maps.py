@@ -332,7 +332,7 @@ class FusedOperator:
         double = part_of(model, [str(node.outputs[0].name)], given)
         is_capped = node.op_type == "Attention" and bool(node.attributes.get_float("softcap", 0.0))
         mask = optional_input(node, 3) if is_capped else None
-        if mask is not None:  # added behind the cap, which `to_double` leaves open
+        if mask is not None:  # added after the cap; `to_double` leaves that order open
             (inner,) = (inside for inside in double.graph if inside.name == node.name)
             mask = inner.inputs[3]
             inner.replace_input_with(3, None)

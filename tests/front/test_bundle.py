@@ -190,7 +190,9 @@ def test_another_schema_is_refused_before_the_rest_is_read(copy: Path) -> None:
         (lambda document: document["cases"][0].update(kind="odd"), r"cases\.0\.kind"),
     ],
 )
-def test_an_invalid_manifest_is_refused_with_the_place(copy: Path, change: Callable[[Any], object], where: str) -> None:
+def test_an_invalid_manifest_is_refused_with_the_location(
+    copy: Path, change: Callable[[Any], object], where: str
+) -> None:
     edit(copy, change)
     with pytest.raises(BundleError, match=f"is not a valid manifest: {where}"):
         Bundle(copy)
@@ -339,7 +341,7 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
         ({"targets": ["tensorrt"]}, UnavailableError, r"pip install attnforge\[tensorrt\]"),
     ],
 )
-def test_what_cannot_be_deployed_is_said_before_anything_is_exported(
+def test_what_cannot_be_deployed_is_reported_before_anything_is_exported(
     tmp_path: Path, arguments: dict[str, Any], error: type[AttnforgeError], message: str
 ) -> None:
     module, args, shapes = small_example()
@@ -348,6 +350,6 @@ def test_what_cannot_be_deployed_is_said_before_anything_is_exported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rewriting_hashes_anew(copy: Path) -> None:
+def test_rewriting_hashes_again(copy: Path) -> None:
     (copy / "canonical.onnx").write_bytes(b"other")
     assert rewrite(copy).manifest.files["canonical.onnx"] == sha256(copy / "canonical.onnx")

@@ -36,12 +36,12 @@ def deployed(folder: Path, change: Callable[[torch.nn.Module], object] = lambda 
     return attnforge.deploy(module, args, folder, shapes, targets=TARGETS)
 
 
-def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_deploy_makes_nothing_again(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = deployed(tmp_path / "first")
     assert first.manifest.reused == [] and len(list(cache.iterdir())) == len(ALL)
 
     def made(*arguments: object) -> None:
-        pytest.fail("made anew")
+        pytest.fail("made again")
 
     for name in (
         "deploy.write_reference", "deploy.measure", "lowering.tuning.medians",

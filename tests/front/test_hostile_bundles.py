@@ -239,7 +239,7 @@ def test_weights_are_found_wherever_a_model_has_them(copy: Path, where: str) -> 
     [["../canonical.onnx"], ["/etc/hostname"], ["*/_ORT_MEM_ADDR_/*"], ["sub/in.bin"], ["./in.bin"],
      ["in.bin", "../canonical.onnx"], ["../canonical.onnx", "in.bin"]],
 )  # fmt: skip
-def test_weights_that_do_not_stand_beside_the_model_are_refused(copy: Path, places: list[str]) -> None:
+def test_weights_outside_the_folder_of_the_model_are_refused(copy: Path, places: list[str]) -> None:
     """Not even where a file of the bundle has that name: OpenVINO takes the third for an address in memory."""
     model = onnx.load(str(copy / MODEL))
     model.graph.sparse_initializer.append(sparse(external(*places)))
@@ -306,7 +306,7 @@ def test_a_model_of_another_ending_is_refused(copy: Path) -> None:
     refused(copy, "is not a valid manifest")
 
 
-def test_weights_behind_a_link_are_refused(copy: Path) -> None:
+def test_weights_reached_through_a_link_are_refused(copy: Path) -> None:
     outsourced(copy, MODEL, "hidden.bin")
     rewrite(copy)
     assert attnforge.verify(copy, ["onnxruntime-cpu"]).passed  # as an older bundle may have them
@@ -339,7 +339,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- the cache beside a bundle ----------------------------------------------------------------------------------------
+# --- the cache of a bundle --------------------------------------------------------------------------------------------
 
 
 def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_bundles_from_before_masks_were_read_load() -> None:
 
 def test_sites_that_differ_stay_apart() -> None:
     sites = [*(site(i) for i in range(3)), site(3, heads=6), site(4, reason="another reason"), site(5), site(6)]
-    assert [[one.site.split(".")[1] for one in group] for group in alike(sites)] == [list("01256"), ["3"], ["4"]]
+    assert [[record.site.split(".")[1] for record in group] for group in alike(sites)] == [list("01256"), ["3"], ["4"]]
 
 
 def test_numbers_in_kernels_names_do_not_set_sites_apart(printed: Callable[[], str]) -> None:
@@ -95,7 +95,7 @@ def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Call
     assert all(word in words.split() for line in lines[2:-1] for word in line.split())
 
 
-def test_names_with_one_reason_stand_together(printed: Callable[[], str]) -> None:
+def test_names_with_one_reason_are_joined(printed: Callable[[], str]) -> None:
     terminal.say_reasons({"tensorrt": "no CUDA device", "openvino": "slow", "cuda": "no CUDA device"}, "{} did not run")
     assert printed().splitlines() == ["tensorrt, cuda did not run: no CUDA device", "openvino did not run: slow"]
 

@@ -130,7 +130,7 @@ def test_numbers_that_json_does_not_know_are_null(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", ["file/below.npz", "n" * 300 + ".npz"], ids=["below a file", "long"])
-def test_an_output_that_cannot_be_written_is_said_before(
+def test_an_output_that_cannot_be_written_is_reported_first(
     here: Here, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -338,7 +338,7 @@ def test_what_is_plain() -> None:
     assert plain("größer → [x]") == "größer → [x]"
 
 
-def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
+def test_a_terminal_whose_encoding_lacks_characters_works(copy: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     code = f"from attnforge.cli import main; import sys; sys.argv = ['attnforge', 'inspect', {str(copy)!r}]; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=120)

@@ -327,7 +327,7 @@ def test_what_is_not_whole_is_not_signed(copy: Path, key: Path) -> None:
     assert not (copy / SIGNATURE).exists()
 
 
-def test_a_signature_is_overwritten_when_told_to_and_is_no_unlisted_file(signed: Path, key: Path) -> None:
+def test_a_signature_is_overwritten_on_request_and_is_not_an_unlisted_file(signed: Path, key: Path) -> None:
     with pytest.raises(UsageError, match="is already signed"):
         sign(signed, key)
     sign(signed, key, force=True)

@@ -110,7 +110,7 @@ def test_a_read_only_bundle_is_not_overwritten_whoever_asks(copy: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "nul\0", "loop/bundle", "file/bundle"])
-def test_a_place_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None:
+def test_an_impossible_path_is_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError) as raised, writing(tmp_path / name, force=False):
@@ -280,7 +280,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "nul\0", "folder", "file/below"])
-def test_a_file_that_cannot_be_written_is_said_before(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_written_is_reported_first(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be written: .*; choose another file"):
@@ -328,7 +328,7 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_is_said_of_a_file_with_what_is_free(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_file_and_what_is_free(tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     done = subprocess.run([sys.executable, "-c", FULL, str(out)], capture_output=True, text=True, timeout=120)
     is_limit, file, why = done.stdout.strip().split("|")

@@ -513,7 +513,7 @@ def test_hostile_names_are_text(small: Bundle, pages: Pages, tmp_path: Path) -> 
     assert hostile in parsed.text and hostile not in text
 
 
-def test_warnings_metrics_and_what_did_not_run_are_said(small: Bundle, pages: Pages, tmp_path: Path) -> None:
+def test_warnings_metrics_and_what_did_not_run_are_shown(small: Bundle, pages: Pages, tmp_path: Path) -> None:
     report = pages["small"][0]
     metric = MetricReport(
         name="accuracy", value=0.875, eager=0.9375, float64=0.96875, least=0.91, samples=32, passed=False,
@@ -621,7 +621,9 @@ def test_a_page_needs_no_torch(digits: Bundle, tmp_path: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_written_is_said_first(digits: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_reported_first(
+    digits: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def verify(*_: object, **__: object) -> Report:
         raise AssertionError("verified before it was known that a page can be written")
 
