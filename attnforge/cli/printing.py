@@ -165,7 +165,7 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
     first, count = sites[0], len(sites)
     names = names_in_runs([site.site for site in sites], known)
     say(names if count == 1 else f"{count} sites alike: {names}", "bold", indent=2)
-    became = (first.form or "") if first.canonical else "left as it is"
+    became = (first.form or "") if first.canonical else "left unchanged"
     say(f"written as {first.written_as} → {became}", None if first.canonical else "yellow", indent=4)
     if first.mask is not None:
         say(f"sees {_mask_text(first.mask)}", indent=4)

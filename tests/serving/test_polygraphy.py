@@ -285,7 +285,7 @@ def test_the_command_line(small: DeploySmall, tmp_path: Path, command: Callable[
         ((*usual, tmp_path / "held"), "exists; choose another folder"),
         (("package", bundle, *usual[1:], tmp_path / "x"), "2 bundles were given"),
         ((*usual, tmp_path / "x", "--version", 2), "--version applies to triton only; leave it out for polygraphy"),
-        ((*usual, tmp_path / "x", "-b", "python"), "--backend is Triton's"),
+        ((*usual, tmp_path / "x", "-b", "python"), "--backend applies to triton only"),
     ):
         code, _, err = command(*words)
         assert (code, err.count("\n")) == (2, 1) and message in err

@@ -400,7 +400,7 @@ def test_inspect_says_what_is_in_8_bits(by_tensor: Bundle) -> None:
     )
     document = json.loads(CliRunner().invoke(app, ["inspect", str(by_tensor.path), "--json"]).output)
     assert document["quantised"]["type"] == "int8" and document["targets"]["onnxruntime"]["low_bit"] == 6
-    assert "openvino: queries × keys in int8 at 1 sites; attention errs most" in " ".join(shown.split())
+    assert "openvino: queries × keys in int8 at 1 sites; largest error" in " ".join(shown.split())
     assert f"openvino: {INT8_FORM}" in shown and list(document["quantised"]["scores"]) == ["attention"]
 
 
