@@ -226,8 +226,8 @@ def test_a_link_out_of_the_bundle_is_refused(copy: Path) -> None:
     [("../outside.onnx", "'../outside.onnx' is outside the bundle"), ("unlisted.onnx", "has no unlisted.onnx")],
 )
 def test_only_listed_files_are_ever_opened(copy: Path, name: str, why: str) -> None:
-    for place in (copy.parent / "outside.onnx", copy / "unlisted.onnx"):
-        place.write_bytes((copy / "onnxruntime/model.onnx").read_bytes())
+    for file in (copy.parent / "outside.onnx", copy / "unlisted.onnx"):
+        file.write_bytes((copy / "onnxruntime/model.onnx").read_bytes())
     edit(copy, lambda document: document["targets"]["onnxruntime"].update(model=name))
     with pytest.raises(BundleError, match=why):
         attnforge.load(copy, "onnxruntime-cpu")

@@ -56,7 +56,7 @@ NAMES += ["nul\0", "line\nbreak", "n" * 10_000]
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
 @pytest.mark.parametrize(
-    "place",
+    "put",
     [
         lambda d, name: d["files"].update({name: "0" * 64}),
         lambda d, name: d["targets"]["tensorrt_rtx"]["engines"][0].update(file=name),
@@ -70,11 +70,11 @@ NAMES += ["nul\0", "line\nbreak", "n" * 10_000]
     ids=["files", "engine", "model", "cuda model", "optimized model"],
 )  # fmt: skip
 def test_a_name_that_leads_out_of_the_bundle_is_refused(
-    copy: Path, name: str, place: Callable[[Any, str], object]
+    copy: Path, name: str, put: Callable[[Any, str], object]
 ) -> None:
     victim = copy.parent / "victim.txt"
     victim.write_text("mine")
-    edit(copy, lambda document: place(document, name))
+    edit(copy, lambda document: put(document, name))
     with pytest.raises(BundleError, match="is not a valid manifest"):
         Bundle(copy, check_plans=False, lazily=True)
     with pytest.raises(BundleError):
@@ -174,11 +174,11 @@ def test_weights_in_a_file_that_nobody_lists_are_refused(copy: Path, name: str, 
 VALUES = np.array([5, 7], np.float32)
 
 
-def external(*places: str, name: str = "values") -> onnx.TensorProto:
+def external(*locations: str, name: str = "values") -> onnx.TensorProto:
     """A tensor of two numbers stored in another file."""
     tensor = onnx.TensorProto(dims=[2], data_type=onnx.TensorProto.FLOAT, name=name, data_location="EXTERNAL")
-    for place in places:
-        tensor.external_data.add(key="location", value=place)
+    for location in locations:
+        tensor.external_data.add(key="location", value=location)
     return tensor
 
 
@@ -235,14 +235,14 @@ def test_weights_are_found_wherever_a_model_has_them(copy: Path, where: str) -> 
 
 
 @pytest.mark.parametrize(
-    "places",
+    "locations",
     [["../canonical.onnx"], ["/etc/hostname"], ["*/_ORT_MEM_ADDR_/*"], ["sub/in.bin"], ["./in.bin"],
      ["in.bin", "../canonical.onnx"], ["../canonical.onnx", "in.bin"]],
 )  # fmt: skip
-def test_weights_outside_the_folder_of_the_model_are_refused(copy: Path, places: list[str]) -> None:
+def test_weights_outside_the_folder_of_the_model_are_refused(copy: Path, locations: list[str]) -> None:
     """Not even where a file of the bundle has that name: OpenVINO takes the third for an address in memory."""
     model = onnx.load(str(copy / MODEL))
-    model.graph.sparse_initializer.append(sparse(external(*places)))
+    model.graph.sparse_initializer.append(sparse(external(*locations)))
     onnx.save(model, copy / MODEL)
     for name in ("in.bin", "sub/in.bin", "*/_ORT_MEM_ADDR_/*"):
         file = copy / "onnxruntime" / name
@@ -355,7 +355,7 @@ def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -
     assert cache.read(file) is None
     file.unlink()
     cache.write(file, b"kernels")
-    folder.chmod(0o777)  # others may put their own file in its place
+    folder.chmod(0o777)  # others may replace it with their own file
     assert cache.read(file) is None
     folder.chmod(0o700)
     file.chmod(0o666)
@@ -601,8 +601,8 @@ def test_a_file_with_other_bytes_is_one_line(copy: Path, name: str, seed: int) -
     rng = np.random.default_rng(seed)
     data = bytearray((copy / name).read_bytes())
     if seed < 3:
-        for place in rng.integers(0, len(data), 8):
-            data[place] = rng.integers(0, 256)
+        for position in rng.integers(0, len(data), 8):
+            data[position] = rng.integers(0, 256)
     else:
         data = data[: int(rng.integers(1, len(data)))]
     (copy / name).write_bytes(data)

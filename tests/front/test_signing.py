@@ -151,7 +151,7 @@ def test_what_is_checked_is_what_is_used(signed: Path, key: Path, monkeypatch: p
 def test_the_manifest_that_was_signed_is_the_one_that_is_parsed(
     signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stands in its place while the signature is checked."""
+    """Whatever replaces it while the signature is checked."""
     own = (signed / MANIFEST).read_bytes()
     another = own.replace(b'"name": "small"', b'"name": "other"', 1)
     assert another != own

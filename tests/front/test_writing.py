@@ -39,7 +39,7 @@ def fill(folder: Path, source: Path) -> None:
     shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
-# --- what stands at the place -----------------------------------------------------------------------------------------
+# --- existing destinations --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("force", [False, True])
