@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up what they need in .venv; nothing else is required than Python 3.11 or later and make.
+# `make demo` and `make test` install what they need into .venv; they require only Python 3.11 or later and make.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -7,23 +7,23 @@ BIN := .venv/bin
 demo: .venv/demo
 	$(BIN)/python -m attnforge.demo --out build/demo
 
-# Bytecode is kept, whatever the environment says, for the workers and the processes that tests start.
+# Bytecode is written, whatever the environment says, for the workers and the processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 # Every test.
 test: .venv/ready .venv/triton
 	$(PYTEST)
 
-# Those that deploy nothing: bundles that are kept in tests/golden, graphs and formulas.
+# Tests that deploy nothing: golden bundles in tests/golden, graphs and formulas.
 quick: .venv/ready
 	$(PYTEST) -m "not slow"
 
-# Processes that write bundles, deploy and rebuild, killed at two hundred random moments: each time the old or the new
-# bundle is whole.
+# Kill processes that write bundles, deploy and rebuild at two hundred random moments: each time the old or the new
+# bundle must be complete.
 kill: .venv/ready
 	ATTNFORGE_KILLS=100 $(BIN)/python -m pytest -q tests/front/test_writing.py tests/front/test_killed.py -k killed
 
-# Thousands of wrong manifests, files of bundles, ONNX graphs and input files, of another seed each time.
+# Thousands of invalid manifests, bundle files, ONNX graphs and input files, with a new seed each time.
 fuzz: .venv/ready
 	ATTNFORGE_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --hypothesis-show-statistics --numprocesses auto \
 		--dist loadfile tests/fuzz
@@ -34,7 +34,7 @@ lint: .venv/ready
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p attnforge -p benchmarks -p tests
 
-# The documentation as a site in build/site, which is read without a network; a warning is an error.
+# Build the documentation in build/site, readable offline; warnings are errors.
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -43,18 +43,18 @@ bench: .venv/ready
 	$(BIN)/python -m benchmarks run suite $(if $(OLD),--compare $(OLD))
 	$(BIN)/python -m benchmarks pages
 
-# What the suite leaves out: who fuses what, what the passes cost, what a Session adds.
+# Experiments outside the suite: fusion by other tools, cost of the passes, overhead of a Session.
 bench-others: .venv/ready
 	$(BIN)/python -m benchmarks run fusion
 	$(BIN)/python -m benchmarks run scaling
 	$(BIN)/python -m benchmarks run overhead
 	$(BIN)/python -m benchmarks pages
 
-# On a machine with a GPU: its tests, parity and latency of every backend; without one it exits with 3.
+# On a machine with a GPU: GPU tests, parity and latency of every backend. Without a GPU it exits with 3.
 gpu: .venv/ready
 	@$(BIN)/python -m benchmarks.gpu
 
-# A Triton server beside the environment, for models of `attnforge package --for triton`, and how to start it.
+# Install a Triton server for models of `attnforge package --for triton`, and print how to start it.
 triton: .venv/ready
 	@$(BIN)/python -m benchmarks.servers.triton.server
 
@@ -64,11 +64,11 @@ triton: .venv/ready
 wheel: .venv/ready
 	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
-# Checks that a wheel holds every package, its types and the weights, and works away from the source.
+# Check that the wheel contains every package, its types and the weights, and works outside the source tree.
 package: wheel
 	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
 
-# The demo needs three extras; everything else needs all of them, and the demo's are among those.
+# The demo needs three extras; everything else needs all of them.
 .venv/demo: EXTRAS := data,openvino,report
 .venv/ready: EXTRAS := lint
 .venv/demo .venv/ready: pyproject.toml

@@ -1,5 +1,5 @@
-"""attnforge takes attention models from eager PyTorch to ONNX and TensorRT, and proves that they are still the same
-function, still fused, and how fast.
+"""attnforge deploys PyTorch attention models to ONNX Runtime, OpenVINO and TensorRT, and verifies accuracy, fusion and
+speed.
 
     bundle = attnforge.deploy(module, args, "bundle/", dynamic_shapes=…, precision="fp16")
     session = attnforge.load("bundle/")
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Bundle", "Session", "__version__", "benchmark", "deploy", "diagnose", "load", "sign", "verify"]
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime 1.29 and later send usage to Microsoft, unless told
+os.environ.setdefault(
+    "ORT_DISABLE_TELEMETRY", "1"
+)  # ONNX Runtime 1.29 and later otherwise send usage data to Microsoft
 
 _HOME = {
     "Bundle": "attnforge.bundle",
@@ -60,35 +62,36 @@ def load(
         bundle: its folder.
         backend: one of
 
-            - `auto`: on the machine that deployed the bundle, the backend that was measured there to be fastest within
-              the parity budget, on a GPU where one can run it. Elsewhere the first backend that can run it of
-              TensorRT, TensorRT-RTX, and ONNX Runtime with TensorRT, on CUDA, and on the CPU. TensorRT's plans can run
-              code, so `auto` passes over those that neither this user built nor a trusted key has signed.
+            - `auto`: on the machine that deployed the bundle, the backend measured as fastest within the parity budget
+              there, on a GPU if one can run it. Elsewhere the first that can run it of TensorRT, TensorRT-RTX, and
+              ONNX Runtime with TensorRT, on CUDA, and on the CPU. TensorRT plans can run code, so `auto` skips plans
+              that were neither built by this user nor signed by a trusted key.
             - `tensorrt`, `tensorrt_rtx`, `onnxruntime-tensorrt`, `onnxruntime-cuda`, `onnxruntime-cpu` or `openvino`:
-              this backend. A backend of the CPU leaves CUDA alone, so the process may fork after it.
-            - `onnxruntime`: ONNX Runtime on a GPU where it can run there, else on the CPU.
+              this backend. A CPU backend does not initialise CUDA, so the process may fork afterwards.
+            - `onnxruntime`: ONNX Runtime on a GPU if it can run there, else on the CPU.
             - `eager`: the torch module itself, at the bundle's precision.
         module: the torch module, for `eager`.
-        threads: over how many a CPU backend spreads one run; by default its own choice.
+        threads: number of threads of one run on a CPU backend; by default the backend's choice.
         device: number of the CUDA device.
-        contexts: how many calls may run at once on a GPU, each with activation memory of its own, and how many runs of
-            :meth:`Session.run_async` on a CPU; further callers wait.
-        graphs: whether to replay CUDA graphs. By default TensorRT replays them for shapes and addresses that come
-            again, and ONNX Runtime does not, because it has to copy inputs and outputs for that.
-        cache: whether to keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` beside the bundle.
-        rebuild: whether to build a plan from the bundle's own model, and add it to the bundle, where the bundle has no
-            plan that this machine can load: for its version, for its device, or because the file was altered. The
-            bundle is another one then: its signature is removed, and where one is asked for, nothing is built.
-        trusted: files of public keys, one of which must have signed the bundle (:func:`sign`); by default those that
-            `ATTNFORGE_TRUSTED` names. False asks for no signature, whatever the variable says.
+        contexts: maximum number of concurrent calls on a GPU, each with its own activation memory, and of concurrent
+            :meth:`Session.run_async` runs on a CPU; further callers wait.
+        graphs: whether to replay CUDA graphs. By default TensorRT replays them for repeated shapes and addresses, and
+            ONNX Runtime does not, because it would have to copy inputs and outputs.
+        cache: whether to keep what TensorRT compiles for this device on disk, in `BUNDLE.cache` next to the bundle.
+        rebuild: whether to build a plan from the bundle's own model, and add it to the bundle, if the bundle has no
+            plan that this machine can load: none for its version or device, or the file was altered. This changes the
+            bundle, so its signature is removed; if a signature is required, nothing is built.
+        trusted: files of public keys, one of which must have signed the bundle (:func:`sign`); by default those named
+            by `ATTNFORGE_TRUSTED`. False requires no signature, whatever the variable says.
 
     Raises:
-        BundleError: the folder holds no bundle of this schema, or a file that is needed is missing or altered.
-        SignatureError: a BundleError: a signature is asked for, and the bundle has none, another, or was altered.
+        BundleError: the folder contains no bundle of this schema, or a required file is missing or altered.
+        SignatureError: a BundleError: a signature is required, and the bundle has none, one by another key, or was
+            altered.
         UnknownNameError: no such backend.
         UsageError: no such device, or fewer than one context.
-        UnavailableError: this machine or this bundle cannot run it; says what would.
-        BuildError: the plan could not be built again.
+        UnavailableError: this machine or this bundle cannot run it; the message says what would.
+        BuildError: the plan could not be rebuilt.
     """
     from attnforge.runtime import session
 

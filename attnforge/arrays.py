@@ -1,4 +1,4 @@
-"""Arrays of any library: to NumPy, and back to the library that they came from, without importing it."""
+"""Conversion of any library's arrays to NumPy and back, without importing that library."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ Array = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 CUDA_DEVICES = (2, 13)
-"""DLPack's device types of memory that a GPU computes on: its own (kDLCUDA), and managed memory (kDLCUDAManaged)."""
+"""DLPack device types of memory that a GPU computes on: kDLCUDA and kDLCUDAManaged."""
 
 
 def is_floating(array: Array) -> bool:
-    """Whether an array's numbers are floating-point ones, of NumPy's own types or bfloat16."""
+    """Whether an array's dtype is floating-point: one of NumPy's own or bfloat16."""
     return np.issubdtype(array.dtype, np.floating) or array.dtype == BFLOAT16
 
 
 def without_bfloat16(array: Array) -> Array:
-    """An array for a format or a library that has no bfloat16: its numbers as float32, which holds every one of them;
-    other arrays as they are."""
+    """Return a bfloat16 array as float32, exactly, for formats and libraries without bfloat16; other arrays
+    unchanged."""
     return array.astype(np.float32) if array.dtype == BFLOAT16 else array
 
 
 PIECE = 1 << 20
-"""Numbers of a piece of an array, as :func:`pieces` cuts it."""
+"""Elements per piece of :func:`pieces`."""
 
 
 def pieces(*arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """Arrays of one size, flattened, a piece of each at a time: what is computed from them then takes the memory of
-    pieces, where an output may have a number for every word of a vocabulary."""
+    """Iterate over arrays of one size, flattened, a piece of each at a time. Intermediate results then need memory for
+    one piece only, where an output may have a number for every word of a vocabulary."""
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, PIECE):
         yield tuple(array[start : start + PIECE] for array in flat)
 
 
 def library_of(value: object) -> str:
-    """Name of the package that an array's type is from, such as `numpy`, `torch`, `cupy` or `jaxlib`."""
+    """Return the name of the package that defines an array's type, such as `numpy`, `torch`, `cupy` or `jaxlib`."""
     return "torch" if is_torch(value) else type(value).__module__.partition(".")[0]
 
 
 def is_torch(value: object) -> bool:
-    """Whether a value is a torch tensor; asks without importing torch."""
+    """Whether a value is a torch tensor; does not import torch."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -60,20 +60,20 @@ def on_gpu(value: Any) -> bool:
     if hasattr(value, "__dlpack_device__"):
         try:
             return int(value.__dlpack_device__()[0]) in CUDA_DEVICES
-        except Exception:  # of torch's tensors without memory, say, which :func:`to_numpy` refuses
+        except Exception:  # e.g. a torch tensor without memory, which :func:`to_numpy` refuses
             return False
     return hasattr(value, "__cuda_array_interface__")
 
 
 def to_numpy(name: str, value: Any) -> Array:
-    """An input as a NumPy array, without a copy where the memory can be shared.
+    """Return an input as a NumPy array, without a copy if the memory can be shared.
 
     Args:
-        name: of the input, for messages.
-        value: a NumPy array, a torch tensor, or an array that offers DLPack.
+        name: name of the input, for messages.
+        value: a NumPy array, a torch tensor, or an array that supports DLPack.
 
     Raises:
-        InputError: it is none of these, has no numbers in memory, or lies on a GPU and is no torch tensor.
+        InputError: it is none of these, has no numbers in memory, or is on a GPU and not a torch tensor.
     """
     kind = type(value).__name__
     with raised_as(InputError, f"input {name!r} is {kind}, which NumPy cannot read", "; give a dense one"):
@@ -85,7 +85,7 @@ def _shared(name: str, value: Any) -> Array:
         return value
     if is_torch(value):
         torch: Any = sys.modules["torch"]
-        # torch marks conjugate and negative views instead of computing them; NumPy knows no such marks
+        # torch marks conjugate and negative views instead of computing them; NumPy has no such marks
         value = value.detach().cpu().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own, so DLPack cannot carry it there
             return np.from_dlpack(value.contiguous().view(torch.int16)).view(BFLOAT16)
@@ -97,12 +97,12 @@ def _shared(name: str, value: Any) -> Array:
     if hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
     raise InputError(
-        f"input {name!r} is {type(value).__name__}; give a NumPy array or one that offers DLPack, as torch's do"
+        f"input {name!r} is {type(value).__name__}; give a NumPy array or one that supports DLPack, as torch's do"
     )
 
 
 def to_torch(array: Array) -> Any:
-    """A torch tensor on the array's memory. For callers that have imported torch."""
+    """Return a torch tensor that shares the array's memory. The caller must have imported torch."""
     torch: Any = sys.modules["torch"]
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -110,11 +110,11 @@ def to_torch(array: Array) -> Any:
 
 
 def from_gpu(view: Any, library: str) -> Any:
-    """An array on a GPU as an array of a library.
+    """Return an array on a GPU as an array of a library.
 
     Args:
-        view: the array; it offers DLPack.
-        library: `torch`, `cupy`, `jax` or `jaxlib`, which has been imported; for others the view itself is returned.
+        view: the array; it supports DLPack.
+        library: `torch`, `cupy`, `jax` or `jaxlib`, already imported; for others the view itself is returned.
     """
     name = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax"}.get(library)
     if name is None:

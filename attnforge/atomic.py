@@ -1,8 +1,8 @@
-"""Files and folders written whole or not at all, and temporary ones that do not stay behind for long: a process that is
-killed cannot clean up, so the next one that writes to the same place does.
+"""Atomic writing of files and folders, and temporary ones that are cleaned up later: a killed process cannot clean up,
+so the next one that writes to the same folder does.
 
-Who makes a temporary one holds a lock on it for as long as it is in use, which the kernel releases however the process
-ends. One of this user's whose name says that it is temporary, and that nobody holds, is stale.
+The process that makes a temporary file or folder keeps a lock on it while it is in use; the kernel releases the lock
+however the process ends. A temporary name of this user's without a lock is stale.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from attnforge.errors import BundleError, UsageError, first_line, shortened
 
 
 class Scratch:
-    """An empty folder, made and held by this process until it is released; removed at the end of a `with` block.
+    """An empty folder, created and locked by this process until it is released; removed at the end of a `with` block.
 
     Args:
-        parent: folder to make it in.
-        prefix: of its name.
-        suffix: of its name; one with the same prefix and suffix is swept where it is stale.
+        parent: folder to create it in.
+        prefix: prefix of its name.
+        suffix: suffix of its name. Stale folders with the same prefix and suffix are removed.
 
     Attributes:
         path: the folder.
@@ -42,19 +42,19 @@ class Scratch:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
             self._lock = _lock(self.path, wait=True)
-            # A sweep may have removed the folder before it was opened, or before it was locked.
+            # Another process's sweep may have removed the folder before it was opened or locked.
             if self.path.exists() if self._lock is None else _is(self.path, self._lock):
                 break
             self.release()
 
     def release(self) -> None:
-        """Hold the folder no more; it stays where it is."""
+        """Release the lock; the folder stays where it is."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def remove(self) -> None:
-        """Remove what stands at the folder's path now, and hold it no more."""
+        """Remove whatever is at the folder's path now, and release the lock."""
         remove(self.path)
         self.release()
 
@@ -66,11 +66,11 @@ class Scratch:
 
 
 def temporary_folder(prefix: str = "attnforge-") -> Scratch:
-    """A folder in the system's place for temporary ones, removed where the block ends, or by a later process where this
-    one is killed.
+    """Return a folder in the system's temporary directory, removed at the end of its `with` block, or by a later
+    process if this one is killed.
 
     Args:
-        prefix: of its name.
+        prefix: prefix of its name.
     """
     return Scratch(Path(tempfile.gettempdir()), prefix, SUFFIX)
 
@@ -79,10 +79,10 @@ SUFFIX = ".scratch"
 
 
 def sweep(parent: Path, prefix: str, suffix: str) -> None:
-    """Remove the stale files and folders of a place, by their names.
+    """Remove stale files and folders by name.
 
     Args:
-        parent: folder that they are in.
+        parent: folder to search.
         prefix, suffix: of their names.
     """
     with suppress(OSError):
@@ -100,8 +100,7 @@ def sweep(parent: Path, prefix: str, suffix: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, folders that are read-only as well; what cannot be removed
-    stays."""
+    """Remove a file, or a folder and its contents, read-only folders included; what cannot be removed stays."""
     if not path.is_dir() or path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -109,8 +108,8 @@ def remove(path: Path) -> None:
 
     with suppress(OSError):
         path.chmod(0o700)
-    for place, folders, _ in os.walk(path):  # which looks into a folder after this one can be written to
-        for folder in (Path(place, name) for name in folders):
+    for parent, folders, _ in os.walk(path):  # top down: a folder is made writable before it is listed
+        for folder in (Path(parent, name) for name in folders):
             if not folder.is_symlink():
                 with suppress(OSError):
                     folder.chmod(0o700)
@@ -119,10 +118,10 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A block that no two processes are in at once for one folder, where the file system has locks.
+    """A block that only one process at a time enters for a folder, if the file system supports locks.
 
     Args:
-        folder: that the block changes.
+        folder: folder that the block changes.
     """
     lock = _lock(folder.resolve(), wait=True)
     try:
@@ -133,36 +132,37 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, wait: bool) -> int | None:
-    """An open file that holds a lock on a file or folder; None where that cannot be had."""
+    """Lock a file or folder; return the open file's number, or None if it cannot be locked."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # somebody holds it, or this file system has no locks
+    except OSError:  # another process has the lock, or this file system has no locks
         os.close(number)
         return None
     return number
 
 
 def _is(path: Path, number: int) -> bool:
-    """Whether a path still leads to the file that is open."""
+    """Whether a path still refers to the open file."""
     try:
-        there, held = os.lstat(path), os.fstat(number)
+        current, opened = os.lstat(path), os.fstat(number)
     except OSError:
         return False
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino) and not stat.S_ISLNK(there.st_mode)
+    return (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino) and not stat.S_ISLNK(current.st_mode)
 
 
-# --- whole or not at all ----------------------------------------------------------------------------------------------
+# --- atomic writing ----------------------------------------------------------------------------------------------
 
 
 def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file under a temporary name beside it and rename it, so that a reader sees the old file or the new one.
+    """Write a file under a temporary name in the same folder and rename it, so that readers see the old file or the new
+    one.
 
     Args:
-        file: to write; its folder must exist.
+        file: path of the file; its folder must exist.
         data: its content.
         mode: its permissions.
 
@@ -175,10 +175,10 @@ def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:
 
 @contextmanager
 def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """A stream whose content becomes a file where the block ends, and is gone where it raises.
+    """A stream whose content becomes the file at the end of the block, or is discarded if the block raises.
 
     Args:
-        file: to write; its folder must exist.
+        file: path of the file; its folder must exist.
         mode: its permissions.
 
     Raises:
@@ -190,7 +190,7 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     try:
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream:
             temporary = Path(stream.name)
-            with suppress(OSError):  # held, so that nobody takes it for stale
+            with suppress(OSError):  # locked, so that it does not count as stale
                 fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
             try:
                 yield cast(BinaryIO, stream)
@@ -202,7 +202,7 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
                 temporary.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        if error.errno in FULL:  # it names no file
+        if error.errno in FULL:  # such an error names no file
             raise OSError(error.errno, f"{error.strerror}; {_room_text(file.parent)}", str(file)) from error
         raise
 
@@ -211,7 +211,7 @@ _SUFFIX = ".unfinished"
 
 
 def _check_replaceable(file: Path) -> None:
-    """Raise an OSError for what a rename would remove, at the end of a link as well: a device, a pipe or a socket."""
+    """Raise an OSError for a folder, device, pipe or socket, also at the end of a link: a rename would replace it."""
     if file.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
     if file.exists() and not file.is_file():
@@ -219,16 +219,16 @@ def _check_replaceable(file: Path) -> None:
 
 
 def check_writable(file: Path, force: bool = True, flag: str = "--out") -> None:
-    """Check that a file can be written, before the work whose result it is to hold. Nothing is left behind.
+    """Check that a file can be written, before the work that produces its content. Leaves no file.
 
     Args:
-        file: in a folder that is there, or can be made.
-        force: whether a file that stands there may be overwritten.
-        flag: names the file, for the message.
+        file: path in a folder that exists or can be made.
+        force: whether an existing file may be overwritten.
+        flag: option that names the file, for the message.
 
     Raises:
-        UsageError: its folder cannot be made or written to, it is a folder, a device, a pipe or a socket itself, or its
-            name is none; or it exists and `force` is not given.
+        UsageError: its folder cannot be made or written to; it is a folder, a device, a pipe or a socket; its name is
+            invalid; or it exists and `force` is False.
     """
     try:
         _check_replaceable(file)
@@ -239,34 +239,34 @@ def check_writable(file: Path, force: bool = True, flag: str = "--out") -> None:
             Path(probe, file.name).touch()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"{shortened(str(file))} cannot be written: {why}; choose another place") from error
+        raise UsageError(f"{shortened(str(file))} cannot be written: {why}; choose another file") from error
     if file.exists() and not force:
         raise UsageError(f"{file} exists; choose another file with {flag}, or overwrite it with --force (force=True)")
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Let two paths exchange what they lead to, at one instant.
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths atomically.
 
     Returns:
-        whether it was done; the system or the file system may not know how.
+        whether it was done; False if the system or the file system does not support it.
 
     Raises:
-        OSError: it cannot be done, whoever asks.
+        OSError: the exchange failed.
     """
-    return _renamed(one, other, _EXCHANGE)
+    return _renamed(first, second, _EXCHANGE)
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename a folder to a name that nothing has.
+    """Rename a folder to a new name, without replacing anything.
 
     Raises:
-        FileExistsError: something has that name.
+        FileExistsError: the name exists.
         OSError: it cannot be renamed.
     """
     if not _renamed(old, new, _NO_REPLACE):
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
-        os.rename(old, new)  # over what appears just now: an empty folder at most
+        os.rename(old, new)  # replaces at most an empty folder that appears just now
 
 
 _NO_REPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux
@@ -288,18 +288,18 @@ def _renamed(old: Path, new: Path, how: int) -> bool:
 
 
 def give_modes(folder: Path) -> None:
-    """Give a folder and all that is in it the permissions that new files and folders of this user have: libraries, and
-    what makes temporary ones, make them for this user alone."""
+    """Give a folder and its contents the permissions of new files and folders of this user; temporary folders, and
+    some libraries' files, are private to the user."""
     mask = _umask()
-    for place, _, files in os.walk(folder):
+    for parent, _, files in os.walk(folder):
         for name in files:
-            if not os.path.islink(file := os.path.join(place, name)):
+            if not os.path.islink(file := os.path.join(parent, name)):
                 os.chmod(file, 0o666 & ~mask)
-        os.chmod(place, 0o777 & ~mask)
+        os.chmod(parent, 0o777 & ~mask)
 
 
 def _umask() -> int:
-    """The user's mask of permissions, which Linux tells without changing it."""
+    """Return the process's umask; on Linux it can be read without changing it."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
@@ -309,14 +309,14 @@ def _umask() -> int:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The numbers of errors of a disk that takes no more: it is full, or the user's quota or limit of a file's size is."""
+"""Error numbers of a full disk, an exhausted quota, and the file-size limit."""
 
 LEAST_FREE = 2**20
-"""Bytes; a disk with fewer is full. Libraries that write by themselves say what went wrong in words of their own."""
+"""A disk with fewer free bytes counts as full, because errors of libraries that write files may not say so."""
 
 
 def is_full(folder: Path, error: BaseException | None = None) -> bool:
-    """Whether the disk of a folder takes no more, by an error or its causes, or by what is free."""
+    """Whether the disk of a folder is full, by an error or its causes, or by its free space."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return True
@@ -326,11 +326,12 @@ def is_full(folder: Path, error: BaseException | None = None) -> bool:
 
 @contextmanager
 def new_folder(target: Path, put: Callable[[Path], object] | None = None, parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder that is put to its place where the block ends, or else removed.
+    """A temporary folder that becomes `target` at the end of the block, or is removed if the block raises.
 
     Args:
-        target: the place.
-        put: moves the temporary folder, or what is in it, to its place; without, `target` is new.
+        target: path of the final folder.
+        put: moves the temporary folder, or its contents, to the target; by default it is renamed, and `target` must not
+            exist.
         parent: folder to make the temporary one in; by default the one that `target` is in.
 
     Raises:
@@ -351,7 +352,7 @@ def new_folder(target: Path, put: Callable[[Path], object] | None = None, parent
                 (put or partial(rename_new, new=target))(folder)
             except FileExistsError as error:
                 name = error.filename2 or error.filename
-                raise UsageError(f"{name} appeared meanwhile, and is left as it is") from error
+                raise UsageError(f"{name} appeared meanwhile and is left unchanged") from error
         except Exception as error:
             if is_full(target.parent, error):
                 raise BundleError(
@@ -362,6 +363,6 @@ def new_folder(target: Path, put: Callable[[Path], object] | None = None, parent
 
 
 def _room_text(folder: Path) -> str:
-    """What to do about a full disk, and how much is free: where that is much, a quota or limit was reached."""
+    """Say what to do about a full disk, and how much is free: if that is much, a quota or limit was reached."""
     free = shutil.disk_usage(folder).free / 2**20
     return f"make room ({free:,.1f} MiB are free), raise your quota or file-size limit, or choose another folder"

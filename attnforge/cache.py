@@ -1,14 +1,14 @@
-"""Caches of what took long to make, and the user's own key, by which attnforge knows again what this user made.
+"""Caches of expensive results, and the user's key, by which attnforge recognises files that this user wrote.
 
-The cache of the bundle NAME is the folder `NAME.cache` beside it: kernels that TensorRT compiled and times that it
-measured, kept for the next start. A file's name says what it holds for: the builder, its version, the device and, for
-kernels, the plan. Kernels are executable content, so a file that others may write to is not read, nor one that this
-user did not write: each ends with its HMAC by a key of the user's own, wherever the folder was copied from.
+The cache of the bundle NAME is the folder `NAME.cache` next to it: kernels that TensorRT compiled and timings that it
+measured, kept for the next start. A file's name states what it is valid for: the builder, its version, the device and,
+for kernels, the plan. Kernels are executable content, so a file is read only if no other user may write to it and this
+user wrote it: each ends with its HMAC by the user's key, wherever the folder was copied from.
 
-The cache of deploys holds what took long to make (TensorRT plans, reference outputs, measurements), for the next deploy
-of the same model. Every entry is a folder whose name is the sha256 of all that decides its content, so no entry is ever
-out of date. An entry is read only where each of its files has the sha256 that was noted when it was written, and where
-nobody but its owner may write to it: plans are executable content. Nothing is unpickled.
+The cache of deploys keeps expensive results (TensorRT plans, reference outputs, measurements) for the next deploy of
+the same model. Every entry is a folder whose name is the sha256 of all that decides its content, so no entry is ever
+out of date. An entry is read only if each of its files has the sha256 recorded when it was written and only its owner
+may write to it: plans are executable content. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ log = logging.getLogger("attnforge")
 
 
 def _are_own(path: Path, *about: os.stat_result) -> bool:
-    """Whether what leads to `path` is the user's, or root's, and nobody else may write to it; else the log says so."""
+    """Whether the files on the way to `path` belong to the user or root, and nobody else may write to them; if not, log
+    it."""
     if all(map(is_own, about)):
         return True
-    log.warning("%s is not read, for others may write to it; delete it or take that right away", path)
+    log.warning("%s is not read because others may write to it; delete it or remove that permission", path)
     return False
 
 
 # --- the user's key ---------------------------------------------------------------------------------------------------
-# What can run code (TensorRT's plans and kernels) gets a code when it is made: its HMAC by a key that this user alone
-# can read. Nobody else can make that code, and nobody needs to: it says who made a thing, for the maker.
+# Files that can run code (TensorRT's plans and kernels) are stored with an HMAC by a key that only this user can read.
+# Nobody else can make that code, and nobody else needs to: it tells users which files they made themselves.
 
 LENGTH = 32
 """Bytes of a key, and of a code (HMAC-SHA256)."""
 
 
 def code_of(name: str, data: bytes) -> bytes:
-    """The user's code of `data`, under a name that says what it is for: a code of the one name is none of another.
+    """Return the user's code of `data` under a name that states its purpose; codes of different names differ.
 
     Raises:
-        OSError: the key cannot be kept, or others could read or have written it.
+        OSError: the key cannot be stored, or others could read or write it.
     """
     return hmac.digest(_key(), name.encode() + b"\0" + data, "sha256")
 
 
 def is_made_by_user(name: str, data: bytes, code: bytes) -> bool:
-    """Whether `code` is the user's code of `data` under that name; False where the user has no key, or none that can be
-    trusted."""
+    """Whether `code` is the user's code of `data` under that name; False if the user has no trustworthy key."""
     try:
         return hmac.compare_digest(code, code_of(name, data))
     except OSError:
@@ -69,61 +69,61 @@ def is_made_by_user(name: str, data: bytes, code: bytes) -> bool:
 
 
 def _key() -> bytes:
-    """The user's key, which is made when it is first used.
+    """Return the user's key, created at first use.
 
     Raises:
-        OSError: it cannot be kept, or others could read or have written it.
+        OSError: it cannot be stored, or others could read or write it.
     """
     file = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "attnforge/cache.key"
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(file.parent):  # another process may make it just now
+        with locked(file.parent):  # another process may be creating it
             if not file.exists():
                 write_whole(file, secrets.token_bytes(LENGTH), mode=0o600)
     with open_regular(file) as stream:
         about = os.fstat(stream.fileno())
         key = stream.read(LENGTH + 1)
     if len(key) != LENGTH or not is_own(about) or about.st_mode & 0o077:
-        raise OSError(errno.EPERM, "it is not for this user alone; delete it", str(file))
+        raise OSError(errno.EPERM, "it is not private to this user; delete it", str(file))
     return key
 
 
-# --- the cache beside a bundle ----------------------------------------------------------------------------------------
+# --- the cache of a bundle --------------------------------------------------------------------------------------------
 
 
 def runtime_cache_file(bundle: Path, version: str, device: str, plan_sha256: str) -> Path:
-    """The file for kernels that TensorRT-RTX compiled.
+    """Return the path of the kernels that TensorRT-RTX compiled.
 
     Args:
-        bundle: its folder.
-        version: of TensorRT-RTX.
+        bundle: the bundle's folder.
+        version: version of TensorRT-RTX.
         device: name of the CUDA device.
-        plan_sha256: of the plan that the kernels are for.
+        plan_sha256: sha256 of the plan that the kernels belong to.
     """
     return cache_folder(bundle) / f"tensorrt_rtx-{version}-{_plain(device)}-{plan_sha256[:16]}.kernels"
 
 
 def timing_cache_file(bundle: Path, version: str, device: str) -> Path:
-    """The file for times that TensorRT measured.
+    """Return the path of the timings that TensorRT measured.
 
     Args:
-        bundle: its folder.
-        version: of TensorRT.
+        bundle: the bundle's folder.
+        version: version of TensorRT.
         device: name of the CUDA device.
     """
     return cache_folder(bundle) / f"tensorrt-{version}-{_plain(device)}.timings"
 
 
 def cache_folder(bundle: Path) -> Path:
-    """The cache's folder of a bundle's folder."""
+    """Return the path of a bundle's cache."""
     folder = bundle.resolve()
     return folder.with_name(f"{folder.name}.cache")
 
 
 def read(file: Path) -> bytes | None:
-    """The bytes of a file of the cache; None where there is none, where it or its folder is a link, where others than
-    its owner may write to it or to its folder, and where this user did not write it. What is looked at is the file that
-    was opened."""
+    """Return the bytes of a file of the cache. Return None if it does not exist, if it or its folder is a link, if
+    anyone but its owner may write to it or its folder, or if this user did not write it. The checks are made on the
+    opened file."""
     try:
         with open_inside(file.parent.parent, f"{file.parent.name}/{file.name}") as stream:
             if not _are_own(file, os.lstat(file.parent), os.fstat(stream.fileno())):
@@ -133,16 +133,16 @@ def read(file: Path) -> bytes | None:
         return None
     data, code = content[:-LENGTH], content[-LENGTH:]
     if not is_made_by_user(file.name, data, code):
-        log.info("%s is not read, for this user did not write it", file)
+        log.info("%s is not read because this user did not write it", file)
         return None
     return data
 
 
 def write(file: Path, data: bytes) -> bool:
-    """Write a file of the cache, whole or not at all.
+    """Write a file of the cache atomically.
 
     Returns:
-        Whether it was written; where it cannot be, the log says why.
+        Whether it was written; if not, the log says why.
     """
     try:
         file.parent.mkdir(exist_ok=True, mode=0o700)
@@ -156,24 +156,24 @@ def write(file: Path, data: bytes) -> bool:
 
 
 def own_folder(bundle: Path, name: str) -> Path | None:
-    """A folder of the cache for a library that reads and writes files by itself; None where none can be trusted.
+    """Return a folder of the cache for a library that reads and writes files itself; None if none can be trusted.
 
-    Its name ends with a code that this user alone can make, so no folder that came along with a bundle is it.
+    Its name ends with a code that only this user can make, so a folder that came with a bundle is never used.
 
     Args:
-        bundle: its folder.
-        name: of the library.
+        bundle: the bundle's folder.
+        name: name of the library.
     """
-    where = cache_folder(bundle)
+    cache = cache_folder(bundle)
     try:
-        code = code_of(name, os.fsencode(where))[:8].hex()
-        folder = where / f"{name}-{code}"
-        where.mkdir(exist_ok=True, mode=0o700)
+        code = code_of(name, os.fsencode(cache))[:8].hex()
+        folder = cache / f"{name}-{code}"
+        cache.mkdir(exist_ok=True, mode=0o700)
         folder.mkdir(exist_ok=True, mode=0o700)
-        if not all(is_own(os.lstat(part)) and not part.is_symlink() for part in (where, folder)):
+        if not all(is_own(os.lstat(part)) and not part.is_symlink() for part in (cache, folder)):
             raise OSError(errno.EPERM, "others may write to it", str(folder))
     except OSError as error:
-        log.info("nothing is kept in the cache %s: %s", where, error)
+        log.info("nothing is kept in the cache %s: %s", cache, error)
         return None
     return folder
 
@@ -188,7 +188,7 @@ VARIABLE = "ATTNFORGE_CACHE"
 """Environment variable: the cache's folder, or `off`."""
 
 LIMIT = 4 * 2**30
-"""Bytes of all entries together; the entries that were used longest ago go first."""
+"""Maximum bytes of all entries together; the least recently used are removed first."""
 
 _SUMS = "sha256.json"
 
@@ -197,8 +197,8 @@ class DeployCache:
     """Entries by key, in a folder.
 
     Args:
-        folder: of the cache; None for a cache that keeps nothing.
-        limit: bytes of all entries together.
+        folder: folder of the cache; None for a cache that keeps nothing.
+        limit: maximum bytes of all entries together.
     """
 
     def __init__(self, folder: Path | None, limit: int = LIMIT) -> None:
@@ -206,25 +206,25 @@ class DeployCache:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept."""
+        """Whether the cache keeps anything."""
         return self._folder is not None
 
     @classmethod
     def of_user(cls, wanted: bool = True) -> DeployCache:
-        """The user's cache: the folder that :data:`VARIABLE` names, else `attnforge` in the user's folder of caches.
+        """Return the user's cache: the folder named by :data:`VARIABLE`, else `attnforge` in the user's cache folder.
 
         Args:
-            wanted: whether anything is kept at all.
+            wanted: whether to keep anything.
         """
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = os.environ.get(VARIABLE) or os.path.join(home, "attnforge")
         return cls(Path(folder) if wanted and folder != "off" else None)
 
     def get(self, about: Mapping[str, Any]) -> Path | None:
-        """The folder of an entry, whole and unaltered; None where there is none. A damaged entry is removed.
+        """Return the folder of a complete, unaltered entry; None if there is none. A damaged entry is removed.
 
         Args:
-            about: all that decides the content, as JSON takes it.
+            about: all that decides the content, serialisable as JSON.
         """
         if self._folder is None:
             return None
@@ -245,10 +245,10 @@ class DeployCache:
         return None
 
     def put(self, about: Mapping[str, Any], files: Mapping[str, Path | bytes]) -> None:
-        """Keep an entry, whole or not at all; where it cannot be kept, the log says why.
+        """Keep an entry atomically; if it cannot be kept, the log says why.
 
         Args:
-            about: all that decides the content, as JSON takes it.
+            about: all that decides the content, serialisable as JSON.
             files: the content, by name: files to copy, or bytes.
         """
         if self._folder is None or sum(map(_size, files.values())) > self._limit:
@@ -269,11 +269,11 @@ class DeployCache:
             log.info("nothing is kept in the cache %s: %s", self._folder, error)
 
     def _make_room(self) -> None:
-        """Remove the entries that were used longest ago until the limit holds; what is no entry is left alone."""
+        """Remove the least recently used entries until the rest fit the limit; other files are left alone."""
         assert self._folder is not None
         entries: list[tuple[float, int, Path]] = []
         for entry in self._folder.glob("[0-9a-f]" * 64):
-            with suppress(OSError):  # a file, or removed just now by another process
+            with suppress(OSError):  # not a folder, or just removed by another process
                 size = sum(file.lstat().st_size for file in entry.iterdir())
                 entries.append((entry.stat().st_mtime, size, entry))
         total = 0
@@ -284,15 +284,14 @@ class DeployCache:
 
 
 def key_of(about: Mapping[str, Any]) -> str:
-    """The key of an entry: the sha256 of what decides its content, and of attnforge's own code."""
+    """Return the key of an entry: the sha256 of all that decides its content, attnforge's own code included."""
     document = json.dumps({**about, "code": _own_code()}, sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()
 
 
 @functools.cache
 def _own_code() -> str:
-    """The sha256 of attnforge's own modules, of which any may decide what an entry holds but those that nothing which
-    makes one imports."""
+    """Return the sha256 of attnforge's own modules, except those that are never imported to make an entry."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(Path(__file__).parent, followlinks=True):
         folders[:] = sorted(set(folders) - {"bench", "cli", "report", "serving", "__pycache__"})

@@ -1,4 +1,4 @@
-"""The attention certificate: what became of every attention site of a deployed model."""
+"""The attention certificate: how every attention site of a deployed model was lowered and whether it was fused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class SiteTarget(Record):
 
     Attributes:
         form: the operators that the site was lowered to.
-        why: why this form.
-        kernel: the fused kernel that the target compiled; None where there is none.
-        reason: why there is no kernel; None too where the target does not say what it compiles, as OpenVINO.
+        why: why this form was chosen.
+        kernel: the fused kernel that the target compiled; None if there is none.
+        reason: why there is no kernel; None also for a target that does not report what it compiles, such as OpenVINO.
         measured: milliseconds of every form that was timed on the machine that deployed the bundle.
-        dropped: forms that were tried and not timed, and why.
+        dropped: forms that were tried and not timed, with reasons.
     """
 
     form: str
@@ -31,10 +31,10 @@ class SiteTarget(Record):
 
 
 End = int | str | None
-"""A number, an expression of sizes, or None where an end is open."""
+"""A number, an expression of sizes, or None for an open end."""
 
 Ends = tuple[End, End]
-"""The least and the most."""
+"""Minimum and maximum."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -43,9 +43,9 @@ class VisibleBlocks(Record):
     """Blocks of a fixed size along queries and keys.
 
     Attributes:
-        size: of a block, in tokens.
-        shifts: what is added to the index of a query, and of a key, before it is divided by the size.
-        numbers: of the key's block minus the query's.
+        size: tokens per block.
+        shifts: added to the index of a query, and of a key, before it is divided by the size.
+        numbers: range of the key's block index minus the query's.
     """
 
     size: Annotated[int, Field(ge=1)]
@@ -54,13 +54,13 @@ class VisibleBlocks(Record):
 
 
 class VisibleRegion(Record):
-    """Pairs of a query and a key for which every condition holds.
+    """Pairs of a query and a key that satisfy every condition.
 
     Attributes:
-        band: of the key's index minus the query's.
-        blocks: None where there are none.
-        queries: of the query's index.
-        keys: of the key's index.
+        band: range of the key's index minus the query's.
+        blocks: condition on blocks; None if there is none.
+        queries: range of the query's index.
+        keys: range of the key's index.
     """
 
     band: Ends = (None, None)
@@ -70,16 +70,16 @@ class VisibleRegion(Record):
 
 
 class SiteMask(Record):
-    """What is proved of a site's mask.
+    """What is proved about a site's mask.
 
     Attributes:
-        text: all of it in short, as `band −255 … 0, residue: padding`.
+        text: summary, such as `band −255 … 0, residue: padding`.
         regions: every key that a query may see is in one of these.
-        residue: what the mask depends on beside them: `padding`, `queries`, `condition`, `bias`, `pattern`.
-        silent: what a query without visible keys gets: `never` where there is none, `empty` where it is the node's to
-            say, `mean` for that of all values.
-        example: the share of all products of queries and keys that is in the regions, at the example's sizes; None
-            where only a run tells.
+        residue: what else the mask depends on: `padding`, `queries`, `condition`, `bias`, `pattern`.
+        silent: output of a fully masked row: `never` if there is no such row, `empty` if the node decides, `mean` for
+            the mean of all values.
+        example: share of all products of queries and keys that is in the regions, at the example's sizes; None if it
+            is known only at run time.
         largest: the share at the largest sizes.
     """
 
@@ -95,13 +95,13 @@ class SiteRecord(Record):
     """An attention site of the model.
 
     Attributes:
-        site: the module that it stands in.
-        written_as: the operators that the source has there.
+        site: the module that contains it.
+        written_as: the operators of the source.
         canonical: whether it became one canonical Attention node.
-        form: the canonical form; None where it is not canonical.
+        form: the canonical form; None if it is not canonical.
         reason: why it is not canonical.
         targets: by target, how the target runs it.
-        mask: what is proved of its mask; None where it has none, is not canonical, or the bundle is older.
+        mask: what is proved about its mask; None if it has none, is not canonical, or the bundle is older.
     """
 
     site: str
@@ -117,7 +117,7 @@ class SiteRecord(Record):
         return target in self.targets and self.targets[target].kernel is not None
 
     def why_unfused(self, target: str) -> str | None:
-        """Why a target does not run the site as one kernel; None where it does."""
+        """Why a target does not run the site as one kernel; None if it does."""
         return self.targets[target].reason if target in self.targets else self.reason or "not canonical"
 
 
@@ -125,7 +125,7 @@ class Unfused(Record):
     """A site that a target does not run as one kernel.
 
     Attributes:
-        site: the module that it stands in.
+        site: the module that contains it.
         target: the target.
         reason: why there is no kernel.
     """
@@ -136,15 +136,15 @@ class Unfused(Record):
 
 
 class Certificate(Record):
-    """What became of a model's attention.
+    """How a model's attention sites were lowered.
 
     Attributes:
-        sites: how many attention sites the model has.
-        canonical: how many became one canonical Attention node.
-        fused: by target, how many sites run as one kernel. They are counted in what a backend compiled, never in what
-            it was given: TensorRT's in its plan, ONNX Runtime's in the graph that its CPU provider runs. OpenVINO is
-            not among them, for it does not say what it compiles.
-        unfused: every site that a target does not run as one kernel, and why.
+        sites: number of attention sites of the model.
+        canonical: number of sites that became one canonical Attention node.
+        fused: by target, number of sites that run as one kernel. They are counted in what the backend compiled, never
+            in its input: in TensorRT's plan, and in the graph that ONNX Runtime's CPU provider runs. OpenVINO is
+            absent because it does not report what it compiles.
+        unfused: every site that a target does not run as one kernel, with the reason.
         details: every site.
     """
 
@@ -156,11 +156,11 @@ class Certificate(Record):
 
     @classmethod
     def of(cls, details: list[SiteRecord], targets: Sequence[str]) -> Certificate:
-        """The certificate of sites whose records say what every target compiled.
+        """Return the certificate of sites, from records of what every target compiled.
 
         Args:
             details: the records of all sites.
-            targets: that were built; a site without a record of one was not lowered for it.
+            targets: targets that were built; a site without a record for one was not lowered for it.
         """
         unfused = [
             Unfused(site=site.site, target=target, reason=reason)

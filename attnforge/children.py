@@ -1,7 +1,7 @@
-"""Processes that attnforge starts of itself: they import nothing from the folder that the user stands in.
+"""Child processes of attnforge: they import nothing from the current folder.
 
-`python -m` puts the current folder first on the path of imports, so a `json.py` that lies there would run. A child is
-started with `-P`, which leaves it out, and in a folder of its own (:func:`attnforge.atomic.temporary_folder`).
+`python -m` puts the current folder first on the import path, so a `json.py` there would run. A child is started with
+`-P`, which leaves that folder out, and in its own folder (:func:`attnforge.atomic.temporary_folder`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of attnforge in a process of its own.
+    """Return the command that runs a module of attnforge in a separate process.
 
     Args:
         module: its qualified name.
-        arguments: for it.
+        arguments: its arguments.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child, in which its own children leave the current folder out as well, and which finds this
+    """Return the environment of a child: its own children leave the current folder out as well, and it finds this
     attnforge wherever it was imported from.
 
     Args:
@@ -41,7 +41,7 @@ def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """Let Linux end this process with the one that started it, however that ends."""
+    """Make Linux end this process when its parent ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,8 +1,8 @@
-"""The main job on real input: `python -m attnforge.demo [--out FOLDER]`.
+"""Demo on real input: `python -m attnforge.demo [--out FOLDER]`.
 
-Deploys the trained digit classifier and patch attention in fp32 and fp16, verifies every bundle, classifies the
-held-out scans of handwritten digits through every backend, runs patch attention on a photograph, and shows the figures
-of every backend in a table.
+Deploys the trained digit classifier and patch attention in fp32 and fp16, verifies every bundle, classifies the test
+set of handwritten digits with every backend, runs patch attention on a photograph, and prints a table of results per
+backend.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TITLES = ("backend", "fused", "error", "budget", "accuracy", "as eager", "median
 
 @dataclass
 class Row:
-    """A backend's row of the table. A cell stays empty where this machine or this model has no such figure."""
+    """A backend's row of the table. A cell is empty if this machine or model has no such figure."""
 
     backend: str
     fused: str = render.NOTHING
@@ -56,7 +56,7 @@ class Row:
 
 
 Tables = dict[tuple[str, str], list[Row]]
-"""Rows by the model's name and its precision."""
+"""Rows by model name and precision."""
 
 
 def main(
@@ -92,8 +92,8 @@ def main(
 
 
 def real_example(name: str) -> Tensor:
-    """Real input as the example, so that the bundle is verified on it too: (32, 1, 8, 8) digits or (1, 3, 224, 224)
-    pixels, float32 from 0 to 1."""
+    """Return real input as the example, so that the bundle is verified on it too: (32, 1, 8, 8) digits or
+    (1, 3, 224, 224) pixels, float32 from 0 to 1."""
     if name == "patch-attention-digits":
         return load_digits_split().test_images[:32]
     return photographs(224, 224)[:1]
@@ -107,15 +107,15 @@ def deploy(name: str, precision: str, folder: Path, example: Tensor) -> Bundle:
 
 
 def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
-    """Run a bundle on real input, in eager and on every backend that was verified.
+    """Run a bundle on real input, in eager and on every verified backend.
 
     Args:
-        bundle: of a model of the demo.
-        report: the bundle's verification.
+        bundle: bundle of one of the demo's models.
+        report: its verification.
         out: folder for pictures of the outputs.
 
     Returns:
-        eager's row, then one for every backend that ran here or has a plan in the bundle.
+        eager's row, then a row for every backend that ran here or has a plan in the bundle.
     """
     on_real_input = _classify if bundle.manifest.name == "patch-attention-digits" else _run_on_photograph
     rows: list[Row] = []
@@ -130,7 +130,7 @@ def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
 
 
 def worst_of(backends: Mapping[str, BackendReport]) -> BackendReport | None:
-    """The report of the backend that failed, or came closest to its budget; None where no backend ran."""
+    """Return the report of the backend that failed or came closest to its budget; None if no backend ran."""
     return max(
         backends.values(),
         key=lambda report: (not report.passed, report.error / report.budget if report.budget else 0.0),
@@ -139,7 +139,7 @@ def worst_of(backends: Mapping[str, BackendReport]) -> BackendReport | None:
 
 
 def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
-    """A row for eager, for every backend that was verified, and for every one that has a plan but did not run."""
+    """Yield a row for eager, for every verified backend, and for every backend that has a plan but did not run."""
     manifest = bundle.manifest
     worst = worst_of(report.backends)
     yield Row("eager", error="" if worst is None else render.error(worst.eager_error))
@@ -160,7 +160,7 @@ def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
 
 
 def _classify(session: attnforge.Session, row: Row, reference: Array | None, out: Path) -> Array:
-    """Classify the held-out scans; the classes, (n,) int64. `reference` are eager's classes."""
+    """Classify the test set and return eager's classes, (n,) int64: `reference`, or for eager its own."""
     del out
     split = load_digits_split()
     logits, row.median_ms = _timed(session, split.test_images.numpy().astype(session.inputs[0].dtype))
@@ -172,9 +172,10 @@ def _classify(session: attnforge.Session, row: Row, reference: Array | None, out
 
 
 def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | None, out: Path) -> Array:
-    """Run patch attention on a photograph and draw how long each token of its output is.
+    """Run patch attention on a photograph and draw the norm of each output token.
 
-    The outputs are (tokens, features) float64; `reference` are eager's.
+    Returns:
+        eager's outputs, (tokens, features) float64: `reference`, or for eager its own.
     """
     tokens, row.median_ms = _timed(session, photographs(224, 224)[:1].numpy().astype(session.inputs[0].dtype))
     tokens = tokens[0].astype(np.float64)
@@ -187,14 +188,14 @@ def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | 
 
 
 def _timed(session: attnforge.Session, feed: Array) -> tuple[Array, str]:
-    """The output of a session of one input and one output, and the median of its milliseconds."""
+    """Return the output of a session with one input and one output, and its median milliseconds."""
     output: Array = session(feed)
     times = medians({session.backend: partial(session, feed)}, rounds=5, seconds=float("inf"))
     return output, f"{times[session.backend]:.1f}"
 
 
 def _draw(lengths: Array, file: Path) -> None:
-    """One square a token, row by row, from black (shortest) to white (longest)."""
+    """Draw one square per token, row by row, from black (smallest norm) to white (largest)."""
     side = round(len(lengths) ** 0.5)
     grid = lengths.reshape(side, side)
     scaled = (grid - grid.min()) / max(float(np.ptp(grid)), 1e-12)
@@ -202,7 +203,7 @@ def _draw(lengths: Array, file: Path) -> None:
 
 
 def _print(tables: Tables) -> None:
-    """One table, a section for every model and precision."""
+    """Print one table with a section per model and precision."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for i, title in enumerate(TITLES):
         table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True)
@@ -221,8 +222,8 @@ def _write_report(file: Path, tables: Tables, notes: Sequence[str], passed: bool
         "",
         f"Verification: {'passed' if passed else 'FAILED'}. `error` and `budget` are relative, against the same",
         "weights in float64, for the reference case that came closest to its budget; the real input is one of the",
-        "cases. `fused` counts attention sites that the backend compiled to one kernel each; – where nobody counted.",
-        "`as eager` is the share of equal classes, or the cosine of the outputs. Compare times only within this table.",
+        "cases. `fused` counts attention sites that the backend compiled to one kernel each; – if unknown.",
+        "`as eager` is the share of equal classes, or the outputs' cosine. Compare times only within this table.",
         "",
         markdown_table(titles, [(*key, *astuple(row)) for key, rows in tables.items() for row in rows]),
         "",

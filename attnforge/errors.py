@@ -12,28 +12,28 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the command line shows its help without pydantic, which takes a while to import
+if TYPE_CHECKING:  # help is shown without importing pydantic, which takes a while
     from attnforge.certificate import Certificate
 
 
 class AttnforgeError(Exception):
-    """Base class of every error raised on purpose. Its message is one line, whatever texts of others are in it."""
+    """Base class of every error raised on purpose. Its message is one line, even if it quotes other texts."""
 
     def __init__(self, message: str) -> None:
         super().__init__(plain(message))
 
 
 class UsageError(AttnforgeError, ValueError):
-    """A request that cannot be meant: an argument, a size, a name or an input outside the allowed ones."""
+    """An invalid request: an argument, size, name or input that is not allowed."""
 
 
 class UnknownNameError(UsageError):
     """A model, backend, target, precision, option or dim that does not exist.
 
     Attributes:
-        kind: such as "model".
-        given: the name.
-        known: the names that exist, sorted.
+        kind: kind of the name, such as "model".
+        given: the unknown name.
+        known: the known names, sorted.
     """
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
@@ -41,7 +41,7 @@ class UnknownNameError(UsageError):
         super().__init__(f"unknown {kind} {given!r}; known: {', '.join(self.known)}")
 
     def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
-        return type(self), (self.kind, self.given, self.known)  # what is raised in another process comes back
+        return type(self), (self.kind, self.given, self.known)  # so that it can be passed between processes
 
 
 def check_known(kind: str, given: str, known: Collection[str]) -> None:
@@ -55,19 +55,19 @@ def check_known(kind: str, given: str, known: Collection[str]) -> None:
 
 
 class ShapeError(UsageError):
-    """Sizes of a module or of its input that do not fit together."""
+    """Incompatible sizes of a module or of its inputs."""
 
 
 class InputError(UsageError):
-    """An input whose name, dtype, rank or dims a deployed model does not take."""
+    """An input whose name, dtype, rank or dims a deployed model does not accept."""
 
 
 class CaptureError(UsageError):
-    """A module that cannot be exported as asked for."""
+    """A module that cannot be exported as requested."""
 
 
 class UntrustedError(UsageError):
-    """Code or a file that somebody else named, and that is imported or opened only where the caller says so."""
+    """Untrusted code or an untrusted file, which is imported or opened only if the caller says so."""
 
 
 class BundleError(AttnforgeError):
@@ -75,26 +75,27 @@ class BundleError(AttnforgeError):
 
 
 class ReplacedError(BundleError):
-    """A bundle that was replaced while it was read; read again, it is the new one."""
+    """A bundle that was replaced while it was read; reading it again gives the new one."""
 
 
 class SignatureError(BundleError):
-    """A bundle that is not signed by whom the caller trusts, or altered since."""
+    """A bundle that is not signed by a trusted key, or was altered after signing."""
 
 
 class BuildError(AttnforgeError):
-    """A TensorRT or ONNX Runtime build that failed, with the builder's own words."""
+    """A TensorRT or ONNX Runtime build that failed, with the builder's message."""
 
 
 class WrongError(AttnforgeError):
-    """A model that no backend computes right, or whose eager precision proves nothing; the message says where."""
+    """A model that no backend computes correctly, or whose eager error is too large to judge parity; the message says
+    where."""
 
 
 class UnfusedError(AttnforgeError):
-    """A model whose attention a target does not run fused, where that was required.
+    """A model whose attention a target does not fuse although that was required.
 
     Attributes:
-        certificate: gives the reason for every site.
+        certificate: contains the reason for every site.
     """
 
     def __init__(self, message: str, certificate: Certificate) -> None:
@@ -110,11 +111,11 @@ class UnavailableError(AttnforgeError):
 
 
 def extra(module: str, name: str) -> Any:
-    """A module that one of attnforge's extras brings.
+    """Import a module that one of attnforge's extras installs.
 
     Args:
         module: its qualified name.
-        name: of the extra.
+        name: name of the extra.
 
     Raises:
         UnavailableError: it cannot be imported.
@@ -128,17 +129,17 @@ def extra(module: str, name: str) -> Any:
 
 
 class RunError(AttnforgeError):
-    """A run that the backend's library failed, in its words."""
+    """A run that failed in the backend's library, with its message."""
 
 
 class DeviceError(AttnforgeError):
-    """A CUDA call or a run on the GPU that failed; the message says how, and whether this process can go on."""
+    """A CUDA call or a GPU run that failed; the message says how, and whether this process can continue."""
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of an error's message, or of text about one, that says something, without terminal colours; of
-    OpenVINO's, whose other lines say in which of its files it was raised, the last. Where there is none: the name of
-    the error's type, of text nothing."""
+    """Return the first informative line of an error's message, or of a text, without terminal colours. For OpenVINO it
+    is the last line, since the others name its source files. Without such a line, return the name of the error's type,
+    or an empty string for a text."""
     lines = [plain(re.sub(r"\x1b\[[0-9;]*m", "", line)).strip() for line in str(error).splitlines()]
     if any(line.startswith("Exception from ") for line in lines):
         lines.reverse()
@@ -150,38 +151,38 @@ def first_line(error: BaseException | str) -> str:
 def raised_as(
     kind: type[AttnforgeError], message: str, advice: str = "", passing: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """A block in which another library's error, of whatever type, is raised as one of attnforge's: `message`, the first
-    line of what the library said, and `advice`.
+    """A block in which any error of another library is raised as one of attnforge's: `message`, the first line of the
+    library's message, and `advice`.
 
     Args:
         kind: type of the error to raise.
-        message: what failed, for whom.
+        message: what failed.
         advice: what to do about it; begins with its own punctuation.
-        passing: types of errors that leave the block as they are, besides attnforge's own and `MemoryError`.
+        passing: types of errors that pass unchanged, in addition to attnforge's own and `MemoryError`.
     """
-    as_they_are: tuple[type[Exception], ...] = (AttnforgeError, MemoryError, *passing)
+    unchanged: tuple[type[Exception], ...] = (AttnforgeError, MemoryError, *passing)
     try:
         yield
-    except as_they_are:
+    except unchanged:
         raise
     except Exception as error:
         raise kind(f"{message}: {shortened(first_line(error))}{advice}") from error
 
 
 LONGEST = 400
-"""Characters of a text of somebody else's that a message takes over."""
+"""Maximum number of characters of a foreign text that a message quotes."""
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The beginning of a text that may be of any length, for a message."""
+    """Return the beginning of a text of any length, for a message."""
     return text if len(text) <= longest else f"{text[:longest]} … ({len(text):,} characters)"
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that end a line, ring or steer a terminal, or turn the direction of writing; and what stands for bytes of
-a file's name that are not UTF-8, which neither JSON nor a page can hold."""
+"""Control characters: line ends, terminal controls, and changes of writing direction; and surrogates, which stand for
+non-UTF-8 bytes of a file name and which neither JSON nor a page can contain."""
 
 
 def plain(text: str) -> str:
-    """A text of somebody else's as a terminal may show it: a replacement character for every one of control."""
+    """Return a foreign text, safe for a terminal: every control character becomes a replacement character."""
     return CONTROL.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""Inputs from files, and outputs to them."""
+"""Reading inputs from files, and writing outputs to files."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from attnforge.errors import InputError, raised_as, shortened
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 LABELS, MOST_LABELS = "labels", 2**24
-"""Name of the right answers for the samples of an `.npz` of real inputs, and how many it may have."""
+"""Name of the labels in an `.npz` of real inputs, and their maximum number."""
 
 
-def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str], beside: Collection[str] = ()) -> dict[str, Array]:
+def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str], ignored: Collection[str] = ()) -> dict[str, Array]:
     """Read a model's inputs from files. Nothing is unpickled, and no more is read than the model takes.
 
     Args:
         specs: the model's inputs.
-        texts: one `.npz` that holds every input by name; `name=file` for each; or files in the order of the inputs.
-        beside: names of what an `.npz` may hold that is no input; it is not read.
+        texts: one `.npz` with every input by name; `name=file` for each; or files in the order of the inputs.
+        ignored: names of further arrays that an `.npz` may contain; they are not read.
 
     Returns:
         arrays by name. Floating-point arrays have the dtype that the model takes; others are as in their files.
 
     Raises:
-        InputError: a file is missing, of an unknown kind, damaged, or holds no input of the model.
+        InputError: a file is missing, of an unknown kind, damaged, or contains no input of the model.
     """
     by_name = {spec.name: spec for spec in specs}
     if len(texts) == 1 and texts[0].endswith(".npz"):
         file = _existing(texts[0])
         with _read_from(file):
-            return _of_archive(file, by_name, beside)
+            return _of_archive(file, by_name, ignored)
     names = list(by_name)
     named = [text.partition("=") for text in texts if text.partition("=")[0] in names and "=" in text]
     if named and len(named) != len(texts):
-        raise InputError("either every input is given as name=file, or none is")
+        raise InputError("give either every input as name=file, or none")
     if len(texts) > len(names):
         raise InputError(f"{len(texts)} files were given; the model takes {len(names)}: {', '.join(names)}")
     pairs = [(name, file) for name, _, file in named] or list(zip(names, texts, strict=False))
@@ -55,13 +55,13 @@ def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str], beside: Colle
 
 
 def read_labels(file: Path) -> Array | None:
-    """The right answers for the samples of an `.npz`, which it holds as `labels`; None where it holds none.
+    """Return the array `labels` of an `.npz`, the expected classes of its samples; None if it has none.
 
     Raises:
-        InputError: the file is missing or damaged, or its labels are no numbers.
+        InputError: the file is missing or damaged, or its labels are not numbers.
     """
-    found = _existing(str(file))
-    with _read_from(found), zipfile.ZipFile(found) as archive:
+    existing = _existing(str(file))
+    with _read_from(existing), zipfile.ZipFile(existing) as archive:
         if (member := f"{LABELS}.npy") not in archive.namelist():
             return None
         with archive.open(member) as stream:
@@ -70,8 +70,7 @@ def read_labels(file: Path) -> Array | None:
 
 
 def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
-    """Write outputs by name to an `.npz`, whole or not at all; bfloat16 as float32, because the format has no such
-    dtype."""
+    """Write outputs by name to an `.npz` file, atomically; bfloat16 as float32, because the format has no bfloat16."""
     arrays = {name: without_bfloat16(array) for name, array in outputs.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as stream:
@@ -79,16 +78,16 @@ def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
 
 
 def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
-    """An image as a batch of one, `(1, C, H, W)`, values from 0 to 1, as large as the model takes, turned as its
-    EXIF orientation says. Black is 0 and white is 1 in images of 8 and of 16 bits.
+    """Convert an image to a batch of one, `(1, C, H, W)`, with values from 0 to 1, resized to what the model takes and
+    rotated by its EXIF orientation. Black is 0 and white is 1 in 8-bit and 16-bit images.
 
-    A dynamic height or width stays the image's own, rounded down to what the model takes.
+    A dynamic height or width stays the image's own, rounded down to a size that the model takes.
 
     Raises:
-        InputError: the model's input is no batch of images, or the image's numbers have no known range.
+        InputError: the model's input is not a batch of images, or the image's values have no defined range.
     """
     if len(spec.dims) != 4 or spec.dims[1] not in _CHANNELS or not spec.dtype.endswith(("float16", "float32")):
-        raise InputError(f"input {spec.name!r} takes {spec.text()}, which is no batch of images; give an .npy or .npz")
+        raise InputError(f"input {spec.name!r} takes {spec.text()}, not a batch of images; give an .npy or .npz")
     channels = spec.dims[1]
     assert isinstance(channels, int)
     image = ImageOps.exif_transpose(image)
@@ -100,7 +99,7 @@ def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     pixels = np.asarray(image, np.float32).reshape(height, width, -1) / (65535.0 if deep else 255.0)
-    if deep:  # of one channel, and a cubic curve overshoots
+    if deep:  # one channel; bicubic resizing overshoots
         pixels = np.repeat(np.clip(pixels, 0, 1), channels, axis=-1)
         pixels[..., 3:] = 1.0
     return np.ascontiguousarray(pixels.transpose(2, 0, 1)[None]).astype(spec.dtype)
@@ -114,7 +113,7 @@ def _fitting(dim: int | DimSpec, size: int) -> int:
 
 
 def _existing(name: str) -> Path:
-    if not os.path.isfile(name):  # nor is what no file can be called
+    if not os.path.isfile(name):  # False also for an invalid file name
         raise InputError(f"no file {shortened(name)!r}; give an .npy, an .npz or an image")
     return Path(name)
 
@@ -126,7 +125,7 @@ def _read(spec: TensorSpec, file: Path) -> Array:
                 return _array(spec, stream, file.stat().st_size, str(file))
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            Image.init()  # registers what this Pillow reads
+            Image.init()  # registers the formats of this Pillow
             with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
                 return image_to_input(spec, image)
 
@@ -137,19 +136,19 @@ _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "PPM", "
 
 @contextmanager
 def _read_from(file: Path) -> Iterator[None]:
-    """A block that reads a file; whatever a library finds wrong with it becomes an InputError."""
-    with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile, zlib and Pillow have many kinds of errors
+    """A block that reads a file; any library's error becomes an InputError."""
+    with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile, zlib and Pillow raise many types of errors
         try:
             yield
         except UnidentifiedImageError as error:
-            raise InputError(f"{file} is neither .npy, .npz nor an image that can be read") from error
+            raise InputError(f"{file} is neither .npy, .npz nor a readable image") from error
 
 
-def _of_archive(file: Path, specs: Mapping[str, TensorSpec], beside: Collection[str]) -> dict[str, Array]:
-    """The model's inputs in an `.npz`; another member, but for those of `beside`, is refused before it is read."""
+def _of_archive(file: Path, specs: Mapping[str, TensorSpec], ignored: Collection[str]) -> dict[str, Array]:
+    """Read the model's inputs from an `.npz`; any other member that is not in `ignored` is refused unread."""
     with zipfile.ZipFile(file) as archive:
         members = {member.removesuffix(".npy"): member for member in archive.namelist()}
-        members = {name: member for name, member in members.items() if name in specs or name not in beside}
+        members = {name: member for name, member in members.items() if name in specs or name not in ignored}
         if unknown := next((name for name in members if name not in specs), None):
             raise InputError(f"the model has no input {shortened(unknown)!r}; it takes {', '.join(specs)}")
         arrays = {}
@@ -161,42 +160,42 @@ def _of_archive(file: Path, specs: Mapping[str, TensorSpec], beside: Collection[
 
 
 def _array(spec: TensorSpec, stream: IO[bytes], size: int, where: str) -> Array:
-    """The array of an `.npy`, read once its header says that it is there and no larger than what the model takes.
+    """Read an `.npy` array after checking that its header fits the file and the size that the model takes.
 
     Args:
-        spec: the input that it is for.
-        stream: of the file.
+        spec: the model's input.
+        stream: the open file.
         size: bytes of the file.
-        where: it stands, for messages.
+        where: location of the array, for messages.
     """
     most = math.prod(dim if isinstance(dim, int) else dim.max or 0 for dim in spec.dims)
     return npy(stream, size, where, most, f"input {spec.name!r} takes {spec.text()}")
 
 
 def npy(stream: IO[bytes], size: int, where: str, most: int | None = None, wanted: str = "") -> Array:
-    """The array of an `.npy`, read once its header says that it is there. Nothing is unpickled.
+    """Read an `.npy` array after checking that its header fits the file. Nothing is unpickled.
 
     Args:
-        stream: of the file.
+        stream: the open file.
         size: bytes of the file.
-        where: it stands, for messages.
-        most: numbers that it may have.
-        wanted: what is said where it has more.
+        where: location of the array, for messages.
+        most: maximum number of elements.
+        wanted: end of the message if it has more.
 
     Raises:
-        InputError: it holds Python's objects, has more numbers, or fewer than its header says.
-        ValueError: it is none; NumPy raises others, too.
+        InputError: it contains Python objects, has more than `most` elements, or fewer than its header says.
+        ValueError: it is not an `.npy`; NumPy raises other types, too.
     """
     version = np.lib.format.read_magic(stream)
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = header(stream)
     if dtype.hasobject:
-        raise InputError(f"{where} holds Python objects, which are not unpickled; give numbers")
+        raise InputError(f"{where} contains Python objects, which are not unpickled; give numbers")
     numbers = math.prod(shape)
     if most is not None and numbers > most:
         raise InputError(f"{where} is {dtype.name}{list(shape)}; {wanted}")
     if numbers * dtype.itemsize > size:
-        raise InputError(f"{where} is cut short: it has {size:,} bytes, and {dtype.name}{list(shape)} takes more")
+        raise InputError(f"{where} is truncated: it has {size:,} bytes, and {dtype.name}{list(shape)} takes more")
     array = np.frombuffer(stream.read(numbers * dtype.itemsize), dtype, numbers)
     return array.reshape(shape, order="F" if is_fortran else "C").copy()
 

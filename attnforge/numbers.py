@@ -1,4 +1,4 @@
-"""How numbers are written in messages and on pages."""
+"""Numbers in arguments, messages and pages."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from attnforge.errors import InputError, shortened
 
 
-def whole(what: str, number: Any) -> int:
-    """A whole number of any type, such as NumPy's.
+def whole(name: str, number: Any) -> int:
+    """Convert a whole number of any type, such as NumPy's, to an int.
 
     Args:
-        what: the number is of, for the message.
-        number: as it was given.
+        name: name of the number, for the message.
+        number: the number.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a whole number.
     """
     try:
         return operator.index(number)
     except TypeError:
-        raise InputError(f"{what} is {shortened(repr(number), 40)}; give a whole number") from None
+        raise InputError(f"{name} is {shortened(repr(number), 40)}; give a whole number") from None
 
 
 def scientific(number: float, digits: int = 2) -> str:
-    """A number to so many digits as `2.1e-7`, and not `2.1e-07`; `1e-6` where the further digits are zeros."""
+    """Format a number to this many significant digits as `2.1e-7`, not `2.1e-07`, and without trailing zeros."""
     if not math.isfinite(number):
         return "not finite"
     mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")

@@ -1,9 +1,9 @@
-"""Polygraphy's JSON of inputs and of results, as `polygraphy run` reads and writes it (0.53), without Polygraphy.
+"""Polygraphy's JSON files of inputs and results, as `polygraphy run` (0.53) reads and writes them, without Polygraphy.
 
-Its arrays are NumPy's `.npy` in base64. Its own reader imports torch and decodes torch's tensors; this one decodes
-numbers alone, so that a file of anybody's can be read.
+Arrays are `.npy` files in base64. Polygraphy's reader imports torch and unpickles torch tensors; this one decodes only
+numbers, so that untrusted files can be read.
 
-- Inputs, `--load-inputs`: a list of `{input: array}`, one for each iteration.
+- Inputs, `--load-inputs`: a list of `{input: array}`, one per iteration.
 - Results, `--load-outputs` and `--save-outputs`: by runner, a list of `{output: array}`.
 """
 
@@ -25,13 +25,13 @@ from attnforge.input_files import npy
 from attnforge.memory import available
 
 KIND = "polygraphy_class"
-"""The key under which Polygraphy writes what an object is."""
+"""Key of an object's type in Polygraphy's JSON."""
 
 MOST_VALUES = 200_000
-"""Values in a file of results, beside the numbers of its arrays."""
+"""Maximum number of values in a file of results, not counting elements of arrays."""
 
 COPIES = 4
-"""How many times the bytes of a file reading it takes: the bytes, their text, and the arrays."""
+"""Memory for reading a file, as a multiple of its size: the bytes, their text, and the arrays."""
 
 Outputs = Mapping[str, str]
 """Outputs of one iteration by name, each an `.npy` in base64."""
@@ -41,11 +41,11 @@ def write_inputs(stream: IO[bytes], iterations: Iterable[Mapping[str, Array]]) -
     """Write inputs for `--load-inputs`, one iteration after another.
 
     Args:
-        stream: of the file.
-        iterations: of each the inputs by name.
+        stream: the open file.
+        iterations: inputs by name, per iteration.
     """
-    for place, feeds in enumerate(iterations):
-        stream.write(b"[\n" if place == 0 else b",\n")
+    for index, feeds in enumerate(iterations):
+        stream.write(b"[\n" if index == 0 else b",\n")
         stream.write(json.dumps({name: _encoded(array) for name, array in feeds.items()}).encode())
     stream.write(b"\n]\n")
 
@@ -54,13 +54,13 @@ def write_results(stream: IO[bytes], runner: str, iterations: Iterable[tuple[str
     """Write results of one runner for `--load-outputs`, one iteration after another.
 
     Args:
-        stream: of the file.
-        runner: its name.
-        iterations: of each a name of the runner, and the outputs by name.
+        stream: the open file.
+        runner: name of the runner.
+        iterations: name of the runner and outputs by name, per iteration.
     """
     stream.write(f'{{"{KIND}": "RunResults", "lst": [[{json.dumps(runner)}, ['.encode())
-    for place, (name, arrays) in enumerate(iterations):
-        stream.write(b"\n" if place == 0 else b",\n")
+    for index, (name, arrays) in enumerate(iterations):
+        stream.write(b"\n" if index == 0 else b",\n")
         outputs = {output: {"values": _encoded(array), KIND: "LazyArray"} for output, array in arrays.items()}
         iteration = {"outputs": outputs, "runtime": None, "runner_name": name, KIND: "IterationResult"}
         stream.write(json.dumps(iteration).encode())
@@ -74,10 +74,11 @@ def _encoded(array: Array) -> dict[str, str]:
 
 
 def read_results(file: Path) -> dict[str, list[Outputs]]:
-    """The iterations of every runner in a file of `--save-outputs`. Arrays are decoded one by one, by :func:`array_of`.
+    """Return the iterations of every runner in a file of `--save-outputs`. :func:`array_of` decodes the arrays one by
+    one.
 
     Raises:
-        InputError: it is no such file, is too large for this machine's memory, or holds torch's tensors, which are
+        InputError: it is not such a file, is too large for this machine's memory, or contains torch tensors, which are
             pickles.
     """
     where = shortened(str(file))
@@ -91,14 +92,14 @@ def read_results(file: Path) -> dict[str, list[Outputs]]:
                 )
             data = stream.read(size)
         if data.count(b",") > MOST_VALUES:
-            raise InputError(f"{where} holds no results of Polygraphy: it has more than {MOST_VALUES:,} values")
+            raise InputError(f"{where} has no Polygraphy results: it has more than {MOST_VALUES:,} values")
         document = json.loads(data)
     except InputError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{where} cannot be read as results of Polygraphy: {first_line(error)}") from error
+        raise InputError(f"{where} cannot be read as Polygraphy results: {first_line(error)}") from error
     if not isinstance(document, dict) or document.get(KIND) != "RunResults":
-        raise InputError(f"{where} holds no results of Polygraphy; write them by polygraphy run --save-outputs")
+        raise InputError(f"{where} has no Polygraphy results; write them with polygraphy run --save-outputs")
     if not isinstance(document.get("lst"), list):
         raise InputError(f"{where} has no list of runs")
     runs: dict[str, list[Outputs]] = {}
@@ -107,7 +108,7 @@ def read_results(file: Path) -> dict[str, list[Outputs]]:
             case [str(name), [*iterations]] if name not in runs:
                 runs[name] = [_outputs(iteration, f"{where}, {shortened(name, 80)}") for iteration in iterations]
             case [str(name), [*_]]:
-                raise InputError(f"{where} has two runners of the name {shortened(name, 80)!r}; give each its own file")
+                raise InputError(f"{where} has two runners named {shortened(name, 80)!r}; give each its own file")
             case _:
                 raise InputError(f"{where} has a run without a name and iterations")
     return runs
@@ -125,20 +126,20 @@ def _text(value: Any, where: str) -> str:
         case {"polygraphy_class": "LazyArray", "values": {"polygraphy_class": "ndarray", "array": str(text)}}:
             return text
         case {"polygraphy_class": "LazyArray", "values": {"polygraphy_class": "Tensor"}}:
-            raise InputError(f"{where} is torch's, a pickle, which is not read; let the runner give NumPy arrays")
-    raise InputError(f"{where} is no array")
+            raise InputError(f"{where} is a torch tensor, a pickle, which is not read; save NumPy arrays instead")
+    raise InputError(f"{where} is not an array")
 
 
 def array_of(text: str, where: str) -> Array:
-    """The array of an output.
+    """Decode the array of an output.
 
     Args:
         text: an `.npy` in base64.
-        where: it stands, for messages.
+        where: location of the array, for messages.
 
     Raises:
-        InputError: it is none, or holds Python's objects.
+        InputError: it is not an `.npy`, or contains Python objects.
     """
-    with raised_as(InputError, f"{where} is no array that NumPy reads"):  # whose errors are of many kinds
+    with raised_as(InputError, f"{where} is not an array that NumPy reads"):  # which raises many types of errors
         data = base64.b64decode(text, validate=True)
         return npy(io.BytesIO(data), len(data), where)

@@ -11,27 +11,27 @@ from attnforge.memory import peak, reset_peak
 
 @runtime_checkable
 class Progress(Protocol):
-    """Hears of every stage and every step as it begins, in the thread that works.
+    """Receives every stage and every step as it begins, in the working thread.
 
-    :func:`attnforge.deploy` calls `stage` once a stage, `number` rising from 1 to `total`, and during a stage `step`
-    any number of times, or never where a stage is one piece of work. A stage ends where the next one begins or where
-    `deploy` returns or raises. What a method raises ends the work, and `deploy` leaves nothing behind.
+    :func:`attnforge.deploy` calls `stage` once per stage, with `number` rising from 1 to `total`, and `step` any number
+    of times during a stage, or never if the stage is one piece of work. A stage ends when the next one begins or
+    `deploy` returns or raises. An exception raised by a method ends the work, and `deploy` writes nothing.
 
-    A display on a terminal takes its stream (`sys.stderr`) before the work begins: while torch exports, `sys.stdout`
-    and `sys.stderr` are redirected (:mod:`attnforge.quiet`).
+    A terminal display must take its stream (`sys.stderr`) before the work begins: while torch exports, `sys.stdout` and
+    `sys.stderr` are redirected (:mod:`attnforge.quiet`).
     """
 
     def stage(self, name: str, number: int, total: int) -> None:
-        """The stage `name`, such as "lower and build for onnxruntime", begins, the `number`-th of `total`."""
+        """Called when a stage begins, with its name, such as "lower and build for onnxruntime", and its number."""
 
     def step(self, what: str, done: float, total: float | None) -> None:
-        """Work on `what` begins (an attention site, a plan, a reference case, a backend, an assignment of precisions),
-        after `done` of the `total` work of this stage: in floating-point operations for reference cases, else in steps.
-        The total is the most that there may be; None where nobody knows."""
+        """Called when work on `what` begins (an attention site, a plan, a reference case, a backend, an assignment of
+        precisions), after `done` of the `total` work of this stage: in floating-point operations for reference cases,
+        else in steps. The total is an upper bound; None if unknown."""
 
 
 class Silent:
-    """Progress that nobody hears of."""
+    """Progress that reports nothing."""
 
     def stage(self, name: str, number: int, total: int) -> None: ...
 
@@ -39,68 +39,68 @@ class Silent:
 
 
 class StageNames(Silent):
-    """Progress for a plain function, which hears the names of stages alone."""
+    """Progress that calls a function with the name of every stage."""
 
-    def __init__(self, hear: Callable[[str], None]) -> None:
-        self._hear = hear
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
 
     def stage(self, name: str, number: int, total: int) -> None:
-        self._hear(name)
+        self._report(name)
 
 
 Listener = Progress | Callable[[str], None] | None
-"""Whom a caller may name as the one to hear of progress: a :class:`Progress`, a function of a stage's name, nobody."""
+"""Receiver of progress: a :class:`Progress`, a function of a stage's name, or none."""
 
 
 class Stages:
-    """The stages of one piece of work: tells a listener of each, and keeps how long each took, and how much memory.
+    """The stages of one piece of work: reports each to a listener, and records its time and memory.
 
     Args:
-        listener: hears of them.
-        names: of all stages, in order.
+        listener: receives the progress.
+        names: names of all stages, in order.
     """
 
     def __init__(self, listener: Listener, names: Sequence[str]) -> None:
         listener = listener or Silent()
         self.progress = listener if isinstance(listener, Progress) else StageNames(listener)
         self._names = list(names)
-        self._begun: dict[str, float] = {}
+        self._starts: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
 
     def begin(self, name: str) -> Progress:
-        """Begin a stage, which ends the one before.
+        """Begin a stage, which ends the previous one.
 
         Returns:
-            what hears of the stage's steps.
+            the receiver of the stage's steps.
         """
         self.memory()
         reset_peak()
-        self._begun[name] = time.perf_counter()
+        self._starts[name] = time.perf_counter()
         self.progress.stage(name, self._names.index(name) + 1, len(self._names))
         return self.progress
 
     def seconds(self) -> dict[str, float]:
-        """Seconds that every stage so far took, the last one up to now."""
-        ends = [*list(self._begun.values())[1:], time.perf_counter()]
-        return {name: round(end - start, 3) for (name, start), end in zip(self._begun.items(), ends, strict=True)}
+        """Return the seconds of every stage so far, the last one up to now."""
+        ends = [*list(self._starts.values())[1:], time.perf_counter()]
+        return {name: round(end - start, 3) for (name, start), end in zip(self._starts.items(), ends, strict=True)}
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this process had in memory at the peak of every stage so far, the last one up to now.
+        """Return the peak memory of every stage so far, in bytes, the last one up to now.
 
-        Each stage has a peak of its own where the kernel lets a process begin its peak anew (Linux, mostly). Elsewhere
-        the peak is that since the process began, an upper bound.
+        If the kernel lets a process reset its peak (Linux, mostly), each stage has its own. Otherwise it is the peak
+        since the start of the process, an upper bound.
         """
-        if self._begun:
-            self._peaks[list(self._begun)[-1]] = peak()
+        if self._starts:
+            self._peaks[list(self._starts)[-1]] = peak()
         return dict(self._peaks)
 
 
 class Steps:
-    """Counts the steps of one stage, or the work that they are.
+    """Counts the steps of one stage, or their work.
 
     Args:
-        progress: hears of each; None where nobody does.
-        total: how much work there will be at most, or None where that shows on the way.
+        progress: receives each step; None to report nothing.
+        total: upper bound of the work, or None if unknown.
     """
 
     def __init__(self, progress: Progress | None, total: float | None = None) -> None:
@@ -108,11 +108,11 @@ class Steps:
         self._done: float = 0
 
     def begin(self, what: str, work: float = 1) -> None:
-        """Begin a step, which ends the one before.
+        """Begin a step, which ends the previous one.
 
         Args:
-            what: the step works on.
-            work: of the total that it is.
+            what: subject of the step.
+            work: its share of the total.
         """
         self._progress.step(what, self._done, self._total)
         self._done += work

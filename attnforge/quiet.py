@@ -1,4 +1,4 @@
-"""Other libraries kept off the user's terminal."""
+"""Suppression of other libraries' output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from io import StringIO
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Discard what libraries log, warn of and print inside the block; exceptions pass through.
+    """Discard log messages, warnings and output of libraries inside the block; exceptions pass through.
 
-    The whole process is quiet for that long. A progress display that shall stay visible writes to the stream that it
-    took as `sys.stderr` before the block began.
+    This affects the whole process. A progress display that must stay visible writes to the stream that was `sys.stderr`
+    before the block began.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

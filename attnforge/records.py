@@ -1,4 +1,4 @@
-"""Records that are stored as JSON: their base class, and an estimate."""
+"""Base class of records stored as JSON, and an estimate with its interval."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """A record whose fields are typed and checked; fields that it does not have are refused."""
+    """A record with typed, validated fields; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
 class Interval(Record):
-    """An estimate and its 95% interval; both ends are the value itself where there is a single reading."""
+    """An estimate and its 95% interval; with a single reading both ends equal the value."""
 
     value: float
     low: float

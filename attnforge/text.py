@@ -1,4 +1,4 @@
-"""Texts and token ids, by the tokenizer that a bundle keeps."""
+"""Conversion between text and token ids with a bundle's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from attnforge.bundle import Bundle
 from attnforge.errors import BundleError, UsageError, extra, raised_as
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer shows for a letter of which some bytes are still to come."""
+"""Decoded text of a character whose bytes are incomplete."""
 
 
 class Tokenizer:
     """The tokenizer of a bundle that was deployed with one.
 
     Args:
-        bundle: with the file.
+        bundle: the bundle.
 
     Raises:
-        UsageError: the bundle has none.
+        UsageError: the bundle has no tokenizer.
         UnavailableError: the `tokenizers` library is not installed.
         BundleError: the file is not one of that library's.
     """
@@ -31,25 +31,25 @@ class Tokenizer:
                 f"{bundle.path} has no tokenizer; give token ids (--ids), or deploy with a tokenizer.json (--tokenizer)"
             )
         library = extra("tokenizers", "hf").Tokenizer
-        with raised_as(BundleError, f"{bundle.path / decoding.tokenizer} is no tokenizer"):
+        with raised_as(BundleError, f"{bundle.path / decoding.tokenizer} is not a tokenizer"):
             self._library: Any = library.from_str(bundle.read(decoding.tokenizer).decode())
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Encode a text to token ids."""
         return list(self._library.encode(text).ids)
 
     def text(self, ids: list[int]) -> str:
-        """The text of some ids."""
+        """Decode token ids to text."""
         return str(self._library.decode(ids))
 
     def stream(self, prompt: list[int], following: Iterable[int]) -> Iterator[str]:
-        """What every further token adds to the text of a prompt. A letter whose bytes come in several tokens comes when
-        it is whole. Of the tokens before, those of the last piece alone are decoded again: they decide what stands
-        between two tokens.
+        """Decode new tokens incrementally and yield the text that each adds. A character that spans several tokens is
+        yielded when it is complete. Only the tokens of the previous piece are decoded again, as context: they decide
+        about spaces between tokens.
 
         Args:
-            prompt: its ids.
-            following: ids as they come.
+            prompt: token ids of the prompt.
+            following: new token ids, as they are generated.
         """
         last, new = list(prompt), list[int]()
         shown = text = self.text(last).rstrip(UNFINISHED)

@@ -335,7 +335,7 @@ class DeployOptions:
 def _read(inputs: list[TensorSpec], values: Real) -> dict[str, Any]:
     """Inputs of one call by name."""
     if isinstance(values, os.PathLike):
-        values = read_inputs(inputs, [os.fspath(values)], beside=[LABELS])
+        values = read_inputs(inputs, [os.fspath(values)], ignored=[LABELS])
     if not isinstance(values, Mapping):
         return by_name(inputs, values)
     known = [spec.name for spec in inputs]

@@ -1,5 +1,4 @@
-"""The bundle: a folder that holds a deployed model (:mod:`.reading`, :mod:`.output`), and the manifest in it
-(:mod:`.schema`)."""
+"""The bundle: a folder with a deployed model (:mod:`.reading`, :mod:`.output`) and its manifest (:mod:`.schema`)."""
 
 from attnforge.bundle.fields import MOST_THREADS as MOST_THREADS
 from attnforge.bundle.output import check_place as check_place

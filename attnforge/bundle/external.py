@@ -1,4 +1,4 @@
-"""What an ONNX model names outside itself. Importing this module imports onnx."""
+"""External files that an ONNX model refers to. Importing this module imports onnx."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _WITHOUT_TENSORS = ("ValueInfoProto", "StringStringEntryProto")
 
 
 def messages(model: ModelProto) -> Iterator[Message]:
-    """All that a model consists of, however deep, but descriptions of values and pairs of texts: its graphs, functions
-    and training, their nodes with their attributes, and every tensor, also those that a sparse one consists of."""
+    """Yield all messages of a model, at any depth, except value infos and metadata entries: graphs, functions, training
+    information, nodes, attributes and tensors, including the parts of sparse tensors."""
     todo: list[Message] = [model]
     while todo:
         message = todo.pop()
@@ -23,8 +23,8 @@ def messages(model: ModelProto) -> Iterator[Message]:
 
 
 def locations(message: Message) -> list[str]:
-    """The names of the files in which the numbers of a tensor stand, as the model has them: relative to its folder.
-    Libraries differ on which counts where there are several, so each of them does."""
+    """Return the names of the files with a tensor's external data, relative to the model's folder. Libraries differ on
+    which of several entries counts, so all are returned."""
     if not isinstance(message, TensorProto):
         return []
     return [entry.value for entry in message.external_data if entry.key == "location"]

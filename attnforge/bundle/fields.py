@@ -1,5 +1,5 @@
-"""What the fields of a manifest may hold. A manifest may be anybody's, so all of it is checked here, before anything
-uses it: names that are no path out of the bundle, numbers that are finite and in range, texts of a bounded length."""
+"""Types of manifest fields. A manifest is untrusted, so all of it is validated before anything uses it: names lead to
+no path outside the bundle, numbers are finite and in range, texts have a bounded length."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from attnforge.precision import PRECISIONS
 from attnforge.records import Record
 
 LONGEST_NAME, LONGEST_FILE, LONGEST_SIZE = 1024, 512, 4096
-"""Characters of a name, of a file's name, and of an expression of sizes."""
+"""Maximum length of a name, of a file name, and of an expression of sizes, in characters."""
 
 LARGEST_SIZE = 2**48
 """The largest size of a dim."""
 
 MOST_DIMS = 64
-"""Dims of a tensor, which is what NumPy takes."""
+"""Maximum number of dims of a tensor, as in NumPy."""
 
 MOST_THREADS = 1024
-"""Threads of one run."""
+"""Maximum number of threads of one run."""
 
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
     "float64",
 )  # fmt: skip
-"""The types of inputs and outputs."""
+"""Dtypes of inputs and outputs."""
 
 
 class StoredRecord(Record):
-    """A record of the manifest: as every record, and all its numbers are finite, for JSON knows no others."""
+    """A record of the manifest. Its numbers are finite, because JSON has no others."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -48,7 +48,7 @@ def _inside(name: str) -> str:
     if path.is_absolute() or PureWindowsPath(name).drive or ".." in path.parts:
         raise ValueError(f"{name!r} is outside the bundle; do not use it")
     if path.as_posix() != name or "\\" in name or name == ".":
-        raise ValueError(f"{name!r} is not how a file of the bundle is written")
+        raise ValueError(f"{name!r} is not a normalised relative path with /")
     return name
 
 
@@ -67,7 +67,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), 
 FileName = Annotated[
     str, StringConstraints(min_length=1, max_length=LONGEST_FILE), AfterValidator(_plain), AfterValidator(_inside)
 ]
-"""The name of a file of the bundle, relative to it, with `/` between folders."""
+"""The name of a file of the bundle, relative to the bundle, with `/` between folders."""
 
 ModelName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
 """The name of an ONNX file of the bundle."""

@@ -1,6 +1,6 @@
-"""Bundles, and what is made of them, written whole or not at all.
+"""Atomic writing of bundles, and copies of them.
 
-A bundle is written to a temporary folder beside its place and renamed when it is whole.
+A bundle is written to a temporary folder next to its destination and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from attnforge.errors import BundleError, UsageError, first_line, shortened
 from attnforge.files import names_in, open_inside, sha256
 
 _OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
-"""Files that file managers leave in folders, which nobody misses."""
+"""Files that file managers leave in folders, which may be deleted."""
 
 
 def _document(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a bundle of any schema version; None where a folder is no bundle."""
+    """Return the manifest of a bundle of any schema version; None if the folder is not a bundle."""
     try:
         document = json.loads(manifest_data(folder))
     except (BundleError, ValueError, RecursionError):
@@ -36,51 +36,51 @@ def _document(folder: Path) -> dict[str, Any] | None:
 
 
 def place_of(out: Path) -> Path:
-    """The whole path of a folder that is to be made, with links resolved.
+    """Return the absolute path of a folder to be made, with links resolved.
 
     Raises:
-        UsageError: no folder can be there, its path is not UTF-8, or it is inside a bundle, whose signature and
+        UsageError: no folder can have that path, it is not UTF-8, or it is inside a bundle, whose signature and
             `--force` allow no further files.
     """
     try:
         target = out.resolve()
-        str(target).encode()  # ONNX Runtime writes to no other path
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
+        str(target).encode()  # ONNX Runtime cannot write to other paths
+    except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid file name
         why = "its path is not UTF-8" if isinstance(error, UnicodeEncodeError) else first_line(error)
-        raise UsageError(f"{shortened(str(out))} is no place for a folder: {why}; choose another") from error
+        raise UsageError(f"{shortened(str(out))} cannot be a folder: {why}; choose another") from error
     if (bundle := next((parent for parent in target.parents if _document(parent) is not None), None)) is not None:
         raise UsageError(f"{target} is inside the bundle {bundle}; choose a folder outside it")
     return target
 
 
 def _why_not_replaced(folder: Path) -> str | None:
-    """Why a folder may not be replaced by a bundle, or None: it is no bundle of any schema version, holds files that
-    are not the bundle's, or cannot be written to."""
+    """Return why a folder may not be replaced by a bundle, or None: it is not a bundle of any schema version, contains
+    files that are not the bundle's, or cannot be written to."""
     if (document := _document(folder)) is None:
         is_empty = folder.is_dir() and not any(folder.iterdir())
-        return None if is_empty else "exists and is no bundle"
+        return None if is_empty else "exists and is not a bundle"
     listed = {*(document["files"] if isinstance(document["files"], dict) else ()), *UNLISTED}
     for name in names_in(folder):
         if name not in listed and PurePosixPath(name).name not in _OF_THE_SYSTEM:
-            return f"holds {name!r}, which is not the bundle's"
-    can_write = all(os.access(place, os.W_OK | os.X_OK) for place, _, _ in os.walk(folder))
-    return None if can_write else "is a bundle that is read-only"
+            return f"contains {name!r}, which is not part of the bundle"
+    can_write = all(os.access(parent, os.W_OK | os.X_OK) for parent, _, _ in os.walk(folder))
+    return None if can_write else "is a read-only bundle"
 
 
 @contextmanager
 def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` where the block ends, and is removed where it raises.
+    """A temporary folder that becomes `out` at the end of the block, or is removed if the block raises.
 
-    Where a bundle is replaced, the two exchange their places at one instant, if the system can do that. What a process
-    that was killed left behind here is removed.
+    If a bundle is replaced, old and new are exchanged atomically, if the system supports that. Leftovers of killed
+    processes are removed.
 
     Args:
         out: folder of the bundle.
-        force: whether a bundle that stands there is replaced. Nothing else ever is.
+        force: whether an existing bundle is replaced. Nothing else ever is.
 
     Raises:
-        UsageError: `out` exists and `force` is not given, or `out` is no bundle, is read-only, or holds other files
-            and would be lost; or it is inside another bundle, or cannot be written.
+        UsageError: `out` exists and `force` is False; or it would be replaced but is not a bundle, is read-only, or
+            contains other files; or it is inside another bundle, or cannot be written.
         BundleError: the disk is full.
     """
     target = check_place(out, force)
@@ -89,14 +89,15 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
 
 
 def check_place(out: str | os.PathLike[str], force: bool) -> Path:
-    """The folder that a bundle would be put to; through a link, what it points to is replaced, and the link stays.
+    """Check that a bundle can be written to a folder, and return its resolved path: a link stays, and its target is
+    replaced.
 
     Args:
         out: folder of the bundle.
-        force: whether a bundle that stands there may be replaced.
+        force: whether an existing bundle may be replaced.
 
     Raises:
-        UsageError: as of :func:`writing`.
+        UsageError: as for :func:`writing`.
     """
     target = place_of(Path(out))
     _bring_back(target)
@@ -114,7 +115,7 @@ def _check(target: Path, force: bool) -> None:
 
 
 def _put(folder: Path, target: Path, force: bool) -> None:
-    """Rename a whole bundle to its place. What stands there now is looked at once more: it may have come meanwhile."""
+    """Rename a complete bundle to its destination, which is checked again because it may have changed meanwhile."""
     _check(target, force)
     if not os.path.lexists(target):
         rename_new(folder, target)
@@ -130,7 +131,7 @@ def _put(folder: Path, target: Path, force: bool) -> None:
 
 
 def _bring_back(target: Path) -> None:
-    """Undo what a process left that was killed between the two renames of a system that cannot exchange folders."""
+    """Recover from a process that was killed between the two renames of a system that cannot exchange folders."""
     with suppress(OSError):
         for old in sorted(target.parent.glob(f".{glob.escape(target.name)}.*.old")):
             if not os.path.lexists(target):
@@ -143,9 +144,9 @@ def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) 
     """Hash every file of a bundle into the manifest, and write the manifest last.
 
     Args:
-        folder: of the bundle.
+        folder: folder of the bundle.
         manifest: receives `files`.
-        only_new: whether files that the manifest lists already are not hashed again.
+        only_new: whether to skip files that the manifest already lists.
     """
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     names = {file.relative_to(folder).as_posix(): file for file in files}
@@ -156,25 +157,25 @@ def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) 
 
 
 def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Sign a bundle: write `model.sig` into its folder. The bundle may be moved and renamed after that.
+    """Sign a bundle: write `model.sig` into its folder. The bundle may be moved and renamed afterwards.
 
     Args:
-        bundle: its folder.
+        bundle: folder of the bundle.
         key: a .pem file with a private key of an elliptic curve (P-256, P-384 or P-521).
-        force: overwrite a signature that is there.
+        force: whether to overwrite an existing signature.
 
     Returns:
-        the signature's file.
+        path of the signature.
 
     Raises:
-        BundleError: no whole, unaltered bundle is there, or it holds files that its manifest does not list.
-        UsageError: the key is none, the bundle is signed already, or the folder cannot be written to.
+        BundleError: the bundle is missing, incomplete or altered, or contains files that its manifest does not list.
+        UsageError: the key is not a private key, the bundle is already signed, or the folder cannot be written to.
         UnavailableError: `attnforge[signing]` is not installed.
     """
     made = Bundle(bundle, trusted=False)
     file = made.path / SIGNATURE
     if os.path.lexists(file) and not force:
-        raise UsageError(f"{made.path} is signed already; overwrite {SIGNATURE} with --force (force=True)")
+        raise UsageError(f"{made.path} is already signed; overwrite {SIGNATURE} with --force (force=True)")
     if others := made.unlisted():
         raise BundleError(f"{unlisted_text(made.path, others)}; remove them, then sign it")
     with made.steady():
@@ -186,16 +187,16 @@ def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str], *, force: 
     return file
 
 
-# --- what is made of bundles ------------------------------------------------------------------------------------------
+# --- copies of bundles ------------------------------------------------------------------------------------------------
 
 
 def copy(bundle: Bundle, name: str, to: Path) -> None:
     """Copy a file of a bundle.
 
     Args:
-        bundle: that the manifest lists the file of.
-        name: of the file.
-        to: where to; folders on the way are made.
+        bundle: bundle whose manifest lists the file.
+        name: name of the file.
+        to: destination; missing parent folders are made.
     """
     to.parent.mkdir(parents=True, exist_ok=True)
     with open_inside(bundle.path.resolve(), name) as source, to.open("wb") as copy:
@@ -203,14 +204,14 @@ def copy(bundle: Bundle, name: str, to: Path) -> None:
 
 
 def copy_whole(bundle: Bundle, to: Path) -> None:
-    """Copy what the manifest lists, with the signature where there is one.
+    """Copy the files that the manifest lists, and the signature if there is one.
 
     Raises:
-        BundleError: a signed bundle holds other files; or it was altered meanwhile.
+        BundleError: a signed bundle contains other files; or it was altered meanwhile.
     """
     if (others := bundle.unlisted()) and (bundle.path / SIGNATURE).exists():
-        raise BundleError(f"{unlisted_text(bundle.path, others)}, and its signature is of other files; remove them")
+        raise BundleError(f"{unlisted_text(bundle.path, others)}, and its signature does not cover them; remove them")
     names = [*bundle.manifest.files, MANIFEST, *([SIGNATURE] if (bundle.path / SIGNATURE).exists() else [])]
     for name in names:
         copy(bundle, name, to / name)
-    Bundle(to, trusted=bundle.trusted or False)  # whole, and signed as it was
+    Bundle(to, trusted=bundle.trusted or False)  # checks that the copy is complete and has the same signature

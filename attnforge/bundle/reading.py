@@ -1,8 +1,8 @@
-"""A bundle on disk: a folder that holds a deployed model and its manifest.
+"""A bundle on disk: a folder with a deployed model and its manifest.
 
-It is checked, schema first and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is
-executable content. Files are opened without following links, and what was checked is what is used: the very bytes, or
-a path that is looked at again once it was used (:meth:`Bundle.steady`).
+It is checked, the schema first and then the sha256 of every file, before anything in it is parsed: a TensorRT plan is
+executable content. Files are opened without following links, and what was checked is what is used: the same bytes, or
+a path that is checked again after its use (:meth:`Bundle.steady`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ log = logging.getLogger("attnforge")
 
 
 MOST_MANIFEST = 2**26
-"""Bytes that a manifest may have."""
+"""Maximum size of a manifest, in bytes."""
 
 MOST_VALUES = 200_000
-"""Commas that a manifest may have, and so about its values: each that is wrong costs a kilobyte to say so."""
+"""Maximum number of commas, and so about of values, in a manifest: reporting an invalid value takes a kilobyte."""
 
 READ_WHOLE = 2**26
-"""Bytes of a model up to which it is read at once, so that the very bytes are run whose sha256 was checked."""
+"""Largest model, in bytes, that is read into memory, so that exactly the checked bytes are run."""
 
 _COMPILED = "EPContext"
-"""The operator of ONNX Runtime whose attribute is a compiled model, as a TensorRT plan, or the name of its file."""
+"""ONNX Runtime's operator whose attribute is a compiled model, such as a TensorRT plan, or the name of its file."""
 
 _NAMING = (b"location", _COMPILED.encode())
-"""What stands in every ONNX model that names files: the key of a file of external weights, and :data:`_COMPILED`."""
+"""Bytes that occur in every ONNX model that names files: the key of external data, and :data:`_COMPILED`."""
 
 
 class Bundle:
@@ -52,8 +52,8 @@ class Bundle:
 
     Attributes:
         path: the folder.
-        manifest: what it holds.
-        trusted: the public keys of which one has signed it; none where no signature was asked for.
+        manifest: its manifest.
+        trusted: public keys, one of which has signed it; empty if no signature was required.
     """
 
     def __init__(
@@ -68,21 +68,22 @@ class Bundle:
 
         Args:
             path: the folder.
-            check_plans: whether TensorRT's plans are checked too; a caller that is about to rebuild them skips that.
-            lazily: check a file when :meth:`file` is first asked for it, so only files that are used.
-            trusted: files of public keys, one of which must have signed all that is in the folder; by default those
-                that `ATTNFORGE_TRUSTED` names. False asks for no signature, whatever the variable says.
+            check_plans: whether TensorRT plans are checked too; a caller that is about to rebuild them skips that.
+            lazily: whether to check a file only when it is first used.
+            trusted: files of public keys, one of which must have signed the whole folder; by default those named by
+                `ATTNFORGE_TRUSTED`. False requires no signature, whatever the variable says.
 
         Raises:
-            BundleError: no bundle is there, its schema is another, or a file is missing or altered.
-            SignatureError: a BundleError: a signature is asked for, and the bundle has none, another, or was altered.
-            UsageError: a trusted key is none.
-            UnavailableError: a signature is asked for, and `attnforge[signing]` is not installed.
+            BundleError: there is no bundle, it has another schema version, or a file is missing or altered.
+            SignatureError: a BundleError: a signature is required, and the bundle has none, one by another key, or was
+                altered.
+            UsageError: a trusted key is not a public key.
+            UnavailableError: a signature is required, and `attnforge[signing]` is not installed.
         """
         self.trusted = keys_of(trusted)
         self.path = Path(path)
-        self._root = _root(self.path)  # a link that is set to another bundle changes nothing for this one
-        self._place = self._identity(".")
+        self._root = _root(self.path)  # so that changing a link later does not affect this bundle
+        self._folder = self._identity(".")
         data = manifest_data(self._root, self.path)
         if self.trusted:
             signatures().check_signed(self.path, self._root, data, self.trusted)
@@ -98,21 +99,21 @@ class Bundle:
 
     @property
     def signature(self) -> Literal["none", "not checked", "of a trusted key"]:
-        """Whether the bundle is signed, and whether that was checked: only where trusted keys were given."""
+        """Whether the bundle is signed, and whether that was checked, which needs trusted keys."""
         if self.trusted:
             return "of a trusted key"
         return "not checked" if os.path.lexists(self.path / SIGNATURE) else "none"
 
     def unlisted(self) -> list[str]:
-        """The files in the folder that the manifest does not list: nothing of attnforge reads or runs them."""
+        """Return the files in the folder that the manifest does not list; attnforge never reads or runs them."""
         return [name for name in names_in(self.path) if name not in self.manifest.files and name not in UNLISTED]
 
     def file(self, name: str) -> Path:
-        """Path of a file of the bundle, checked together with the files that its weights stand in. Who opens it by
-        this path does so inside of :meth:`steady`; :meth:`read` and :meth:`model` need no such care.
+        """Return the path of a file of the bundle, checked together with the files of its external weights. Open it
+        inside :meth:`steady`; :meth:`read` and :meth:`model` do not need that.
 
         Args:
-            name: as the manifest lists it.
+            name: name in the manifest.
 
         Raises:
             BundleError: the manifest does not list the file, or the file is missing or altered.
@@ -120,10 +121,10 @@ class Bundle:
         return self.path / self.model_files(name)[0]
 
     def read(self, name: str) -> bytes:
-        """The content of a file of the bundle, read once and checked.
+        """Return the content of a file of the bundle, read once and checked.
 
         Args:
-            name: as the manifest lists it.
+            name: name in the manifest.
 
         Raises:
             BundleError: the manifest does not list the file, or the file is missing or altered.
@@ -136,11 +137,11 @@ class Bundle:
         return data
 
     def model(self, name: str) -> bytes | Path:
-        """An ONNX model of the bundle: its content, or its path where it is large or has its weights in other files.
-        Who opens the path does so inside of :meth:`steady`.
+        """Return an ONNX model of the bundle: its content, or its path if it is large or has external weights. Open the
+        path inside :meth:`steady`.
 
         Args:
-            name: as the manifest lists it.
+            name: name in the manifest.
 
         Raises:
             BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
@@ -148,32 +149,32 @@ class Bundle:
         self._listed(name)
         with self._opened(name) as stream:
             is_small = os.fstat(stream.fileno()).st_size <= READ_WHOLE
-        if is_small and not self._beside(name) and not _names_files(data := self.read(name)):
+        if is_small and not self._shared(name) and not _names_files(data := self.read(name)):
             return data
         self.file(name)
         return self._root / name
 
     def model_files(self, name: str) -> list[str]:
-        """The files that a file of the bundle consists of, checked: its own first, then of an ONNX model those that its
-        weights stand in, which have to lie beside it under these names.
+        """Check a file of the bundle and return its name, followed for an ONNX model by the files of its external
+        weights, which must be in the same folder.
 
         Args:
-            name: as the manifest lists it.
+            name: name in the manifest.
 
         Raises:
             BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
         """
         self._listed(name)
-        self._make_sure_of(name, *self._beside(name))
-        external = self._external(name) if name.endswith(".onnx") else []  # a library would follow them anywhere
-        self._make_sure_of(*external)
+        self._check_again(name, *self._shared(name))
+        external = self._external(name) if name.endswith(".onnx") else []  # libraries open any path named there
+        self._check_again(*external)
         return [name, *external]
 
     def tensors(self, name: str) -> dict[str, Array]:
-        """The arrays of a file of safetensors, by name, read once and checked.
+        """Return the arrays of a safetensors file by name, read once and checked.
 
         Raises:
-            BundleError: the manifest does not list the file, or the file is missing, altered or none of safetensors.
+            BundleError: the manifest does not list the file, or the file is missing, altered or not safetensors.
         """
         from safetensors import SafetensorError
         from safetensors.numpy import load
@@ -182,7 +183,7 @@ class Bundle:
             return load(self.read(name))
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise BundleError(
-                f"{self.path / name} is no file of safetensors that NumPy reads: {first_line(error)}; deploy the model "
+                f"{self.path / name} is not a safetensors file that NumPy reads: {first_line(error)}; deploy the model "
                 "again"
             ) from error
 
@@ -191,24 +192,23 @@ class Bundle:
         """A block in which files of the bundle are opened by their paths.
 
         Args:
-            whole: whether the folder and its manifest have to stay as they are as well, and not the files alone that
-                were checked.
+            whole: whether the folder and its manifest must stay unchanged too, not only the checked files.
 
-        A folder that is exchanged for another and back has been moved, which its own identity tells.
+        A folder that is exchanged for another and back was moved, which its identity shows.
 
         Raises:
             ReplacedError: the bundle, or a file that was checked, was replaced, moved or altered meanwhile.
         """
-        place = {name: self._identity(name) for name in ((".", MANIFEST) if whole else ())}
+        before = {name: self._identity(name) for name in ((".", MANIFEST) if whole else ())}
         yield
-        if any(self._identity(name) != was for name, was in {**place, **self._checked}.items()):
+        if any(self._identity(name) != was for name, was in {**before, **self._checked}.items()):
             raise self._replaced()
 
     def check(self, name: str) -> None:
-        """Check that a file of the manifest is there and unaltered.
+        """Check that a file of the manifest exists and is unaltered.
 
         Args:
-            name: as the manifest lists it.
+            name: name in the manifest.
 
         Raises:
             BundleError: the file is missing, altered, or outside the bundle.
@@ -232,38 +232,38 @@ class Bundle:
             targets = ", ".join(target for target in self.manifest.targets if target != OPENVINO)
             raise BundleError(f"{self.path} has no {name}; it was deployed for {targets}")
 
-    def _beside(self, name: str) -> list[str]:
-        """The files that a model's weights may stand in."""
-        beside = [WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
-        beside += [CANONICAL] if name == PLAIN else []
-        return [file for file in beside if file in self.manifest.files]
+    def _shared(self, name: str) -> list[str]:
+        """Return the listed files that may contain a model's weights."""
+        files = [WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
+        files += [CANONICAL] if name == PLAIN else []
+        return [file for file in files if file in self.manifest.files]
 
-    def _make_sure_of(self, *names: str) -> None:
-        """Check files of the manifest that are not checked yet, or not the same any more."""
+    def _check_again(self, *names: str) -> None:
+        """Check files of the manifest that are not checked yet, or have changed since."""
         for name in names:
             if name not in self._checked or self._checked[name] != self._identity(name):
                 self.check(name)
 
     def _external(self, name: str) -> list[str]:
-        """The files in which a library would look for weights of a model, as the manifest lists them: those that the
-        model names, and one that OpenVINO takes for them, which reads its own format under the name of any model."""
+        """Return the files, as listed in the manifest, in which a library would look for a model's weights: those that
+        the model names, and the .bin file that OpenVINO reads, which accepts its own format under any model's name."""
         model = PurePosixPath(name)
-        beside = model.with_suffix(".bin").name
-        places = {beside} if os.path.lexists(self._root / model.parent / beside) else set()
+        binary = model.with_suffix(".bin").name
+        files = {binary} if os.path.lexists(self._root / model.parent / binary) else set()
         with self._opened(name) as stream:
             if os.fstat(stream.fileno()).st_size:
                 with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    places |= self._named(name, data[:]) if _names_files(data) else set()
-        for place in places:
-            if PurePosixPath(place).name != place or (model.parent / place).as_posix() not in self.manifest.files:
+                    files |= self._named(name, data[:]) if _names_files(data) else set()
+        for file in files:
+            if PurePosixPath(file).name != file or (model.parent / file).as_posix() not in self.manifest.files:
                 raise BundleError(
-                    f"{self.path / name} has weights in {place!r}, which the manifest does not list beside it; do not "
-                    "use it"
+                    f"{self.path / name} has weights in {file!r}, which the manifest does not list in the same folder; "
+                    "do not use it"
                 )
-        return [(model.parent / place).as_posix() for place in sorted(places)]
+        return [(model.parent / file).as_posix() for file in sorted(files)]
 
     def _named(self, name: str, data: bytes) -> set[str]:
-        """The files that the content of a model names."""
+        """Return the files that the content of a model names."""
         from onnx import NodeProto, load_model_from_string
 
         from attnforge.bundle.external import locations, messages
@@ -271,10 +271,12 @@ class Bundle:
         try:
             parts = list(messages(load_model_from_string(data)))
         except Exception as error:  # protobuf's
-            raise BundleError(f"{self.path / name} is no ONNX model: {first_line(error)}") from error
+            raise BundleError(f"{self.path / name} is not an ONNX model: {first_line(error)}") from error
         if any(isinstance(part, NodeProto) and part.op_type == _COMPILED for part in parts):
-            raise BundleError(f"{self.path / name} holds a compiled model ({_COMPILED}), which is code; do not use it")
-        return {place for part in parts for place in locations(part)}
+            raise BundleError(
+                f"{self.path / name} contains a compiled model ({_COMPILED}), which is code; do not use it"
+            )
+        return {file for part in parts for file in locations(part)}
 
     def _opened(self, name: str) -> BufferedReader:
         try:
@@ -285,7 +287,7 @@ class Bundle:
                 raise self._replaced() from error
             if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR) or file.is_symlink():
                 raise BundleError(
-                    f"{file} is a link, or in a folder that is one, and may lead outside the bundle; do not use it, or "
+                    f"{file} is a link, or in a linked folder, and may lead outside the bundle; do not use it, or "
                     "copy the bundle with its links resolved (cp -rL)"
                 ) from error
             if error.errno == errno.ENOENT:
@@ -306,25 +308,25 @@ class Bundle:
         )
 
     def _was_replaced(self) -> bool:
-        """Whether the folder was moved or another manifest stands there now."""
+        """Whether the folder was moved or its manifest was replaced."""
         try:
             is_other = hashlib.sha256(manifest_data(self.path)).digest() != self._sum
-            return is_other or self._identity(".") != self._place
+            return is_other or self._identity(".") != self._folder
         except BundleError:
             return False
 
     def _replaced(self) -> ReplacedError:
-        return ReplacedError(f"{self.path} was replaced while it was read; read it again once it is left alone")
+        return ReplacedError(f"{self.path} was replaced while it was read; read it again when it no longer changes")
 
 
 UNLISTED = (MANIFEST, SIGNATURE)
-"""The files of a bundle that its manifest does not list."""
+"""Files of a bundle that are never listed in its manifest."""
 
 
 def open_bundle(
     bundle: str | os.PathLike[str] | Bundle, *, check_plans: bool = True, lazily: bool = False, trusted: Trusted = None
 ) -> Bundle:
-    """A bundle by its folder; one that is open already as it is, unless keys are given, for which it is opened anew.
+    """Open a bundle by its folder. An open bundle is returned as it is, unless keys are given; then it is opened again.
     Arguments and errors are those of :class:`Bundle`."""
     if isinstance(bundle, Bundle) and trusted is None:
         return bundle
@@ -334,15 +336,15 @@ def open_bundle(
 
 @contextmanager
 def used(path: Path, how: str) -> Iterator[None]:
-    """A block that computes with the content of a bundle, whose sums and schema were right. What it holds may be no
-    model all the same, which libraries say in errors of every kind.
+    """A block that computes with the content of a bundle, whose checksums and schema are correct. It may still not
+    contain a valid model, for which libraries raise errors of many types.
 
     Args:
-        path: of the bundle.
-        how: it is used, such as "verified".
+        path: path of the bundle.
+        how: how it is used, such as "verified".
 
     Raises:
-        BundleError: in place of any error that is not attnforge's own.
+        BundleError: instead of any error that is not attnforge's own.
     """
     try:
         yield
@@ -351,12 +353,12 @@ def used(path: Path, how: str) -> Iterator[None]:
     except Exception as error:
         raise BundleError(
             f"{path} cannot be {how} ({type(error).__name__}: {shortened(first_line(error))}); its content is not what "
-            "attnforge writes, or this is a fault of attnforge's: deploy the model again, and report it if that fails"
+            "attnforge writes, or this is a bug in attnforge: deploy the model again, and report it if that fails"
         ) from error
 
 
 def unlisted_text(path: Path, names: Sequence[str]) -> str:
-    """A line about files that a manifest does not list."""
+    """Return a message about files that a manifest does not list."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{path} contains files not listed in its manifest: {', '.join(names[:3])}{more}"
 
@@ -373,16 +375,16 @@ def _again(name: str) -> str:
 def _root(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a name that no file can have
+    except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid file name
         raise BundleError(f"no bundle at {shortened(str(path))!r}: {first_line(error)}") from error
 
 
 def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
-    """The content of a bundle's manifest.
+    """Return the content of a bundle's manifest.
 
     Args:
-        folder: of the bundle.
-        shown: how messages call it.
+        folder: folder of the bundle.
+        shown: path for messages; by default the folder.
     """
     path, file = shown or folder, folder / MANIFEST
     try:
@@ -390,12 +392,12 @@ def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
             data = stream.read(MOST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BundleError(f"no bundle at {path}: it has no {MANIFEST}; make one with attnforge deploy") from error
-    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise BundleError(f"no bundle at {path}: its {MANIFEST} cannot be read: {first_line(error)}") from error
     if len(data) > MOST_MANIFEST:
-        raise BundleError(f"{file} is no valid manifest: it has more than {MOST_MANIFEST:,} bytes")
+        raise BundleError(f"{file} is not a valid manifest: it has more than {MOST_MANIFEST:,} bytes")
     if data.count(b",") > MOST_VALUES:
-        raise BundleError(f"{file} is no valid manifest: it has more than {MOST_VALUES:,} values")
+        raise BundleError(f"{file} is not a valid manifest: it has more than {MOST_VALUES:,} values")
     return data
 
 
@@ -412,9 +414,9 @@ def _parsed_manifest(file: Path, data: bytes) -> Manifest:
         first: Any = error.errors(include_url=False, include_input=False)[0]
         where = shortened(".".join(str(part) for part in first["loc"])) or "the document"
         why = shortened(first["msg"].removeprefix("Value error, "))
-        raise BundleError(f"{file} is no valid manifest: {where}: {why}; deploy the model again") from error
+        raise BundleError(f"{file} is not a valid manifest: {where}: {why}; deploy the model again") from error
     if (inconsistency := manifest.inconsistency()) is not None:
-        raise BundleError(f"{file} is no valid manifest: {shortened(inconsistency)}; deploy the model again")
+        raise BundleError(f"{file} is not a valid manifest: {shortened(inconsistency)}; deploy the model again")
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a bundle: every record in `manifest.json`, and the names of the files beside it."""
+"""The manifest of a bundle: every record in `manifest.json`, and the names of the other files."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ from attnforge.machine import Machine
 SCHEMA_VERSION = 1
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
 OPENVINO = "openvino"
-"""The entry of a manifest's targets with the graph that OpenVINO runs; where there is none, it runs the canonical
-graph."""
+"""Key in a manifest's targets of the graph that OpenVINO runs; without it, OpenVINO runs the canonical graph."""
 
 PORTABLE = "portable"
-"""The GPUs that a TensorRT-RTX plan is for by default: every NVIDIA GPU from Ampere on."""
+"""GPUs of a TensorRT-RTX plan by default: every NVIDIA GPU from Ampere on."""
 
 MANIFEST = "manifest.json"
 SIGNATURE = "model.sig"
-"""The signature of a bundle that is signed. The manifest does not list it."""
+"""File name of a bundle's signature. The manifest does not list it."""
 
 CANONICAL = "canonical.onnx"
 TOKENIZER = "tokenizer.json"
 PLAIN = "plain.onnx"
-"""The graph as it was exported. The weights that the canonical graph has too are external data: they stand in its file
-or in :data:`WEIGHTS`. (In older bundles they are inputs.)"""
+"""The graph as it was exported. Weights that the canonical graph has too are external data, in that graph's file or in
+:data:`WEIGHTS`. (In older bundles they are inputs.)"""
 
 WEIGHTS = "weights.data"
-"""The weights of a large model, which its graphs share."""
+"""Weights of a large model, shared by its graphs."""
 
 REFERENCE_OUTPUTS = "reference/outputs.safetensors"
 REFERENCE_EXAMPLE = "reference/example.safetensors"
@@ -60,11 +59,11 @@ class DimSpec(StoredRecord):
     """A dynamic dim: `factor` times a symbol.
 
     Attributes:
-        symbol: its name; of an output, also an expression of symbols.
-        factor: what the symbol is multiplied with.
-        min: the least size of the dim itself, factor included; None of an output's own expression.
-        opt: the usual size, which the example has.
-        max: the largest size.
+        symbol: name of the symbol; in an output, also an expression of symbols.
+        factor: factor of the symbol.
+        min: minimum size of the dim itself, factor included; None for an output's own expression.
+        opt: optimum size, which the example has.
+        max: maximum size.
     """
 
     symbol: Expression
@@ -82,19 +81,19 @@ class TensorSpec(StoredRecord):
     """An input or output.
 
     Attributes:
-        name: as callers name it.
-        dtype: NumPy's name of it, or `bfloat16`.
-        dims: a number where a dim is fixed.
-        low: the least number of an integer input's example, and so of the reference inputs.
-        high: the largest.
-        excludes: the number that a floating-point mask adds where a key is excluded; None of other inputs.
-        setting: the least and largest number of reference inputs, where a floating-point input is a setting of the
-            model or of every sample, such as a temperature; None of other inputs.
-        index: the least and largest number that an integer input may have, where it indexes tables of known sizes; None
-            of other inputs, and in older bundles.
-        role: "shape" where the numbers of an integer input decide shapes, "number" where there is arithmetic of them,
-            so that they are no mask; "scores" where a floating-point one is added to the scores of attention, so that
-            -infinity in it excludes a key; None of other inputs.
+        name: name for callers.
+        dtype: NumPy's name of the dtype, or `bfloat16`.
+        dims: a number for each fixed dim, a :class:`DimSpec` for each dynamic one.
+        low: minimum of an integer input's example, and so of the reference inputs.
+        high: maximum of the same.
+        excludes: value that a floating-point mask adds to exclude a key; None for other inputs.
+        setting: minimum and maximum of reference inputs, for a floating-point input that is a setting of the model or
+            of every sample, such as a temperature; None for other inputs.
+        index: minimum and maximum allowed value of an integer input that indexes tables of known sizes; None for other
+            inputs, and in older bundles.
+        role: "shape" if the values of an integer input decide shapes, "number" if they are used in arithmetic, so that
+            they are not a mask; "scores" if a floating-point input is added to attention scores, so that -infinity in
+            it excludes a key; None for other inputs.
     """
 
     name: Name
@@ -112,16 +111,16 @@ class TensorSpec(StoredRecord):
 
 
 class Source(StoredRecord):
-    """Where the model came from.
+    """Origin of the model.
 
     Attributes:
-        kind: of source. Registered names, callables, Hugging Face folders and files can make the model again; a module
-            or exported program in memory cannot.
-        name: of the model or callable, path of the file, or qualified name of the class.
-        options: keyword arguments of the callable; of a file, the ranges of its dynamic dims.
-        weights: file that the weights were loaded from; None where none was named.
-        random_weights: which weights are random, and of which seed, such as `all, seed 0`; None where none are known to
-            be, and in older bundles.
+        kind: kind of source. Registered names, callables, Hugging Face folders and files can make the model again; a
+            module or exported program in memory cannot.
+        name: name of the model or callable, path of the file, or qualified name of the class.
+        options: keyword arguments of the callable; for a file, the ranges of its dynamic dims.
+        weights: file that the weights were loaded from; None if none was given.
+        random_weights: which weights are random, and their seed, such as `all, seed 0`; None if none are known to be
+            random, and in older bundles.
     """
 
     kind: Literal["registered", "callable", "huggingface", "module", "onnx", "program"]
@@ -132,7 +131,7 @@ class Source(StoredRecord):
 
 
 Range = tuple[Size, Size, Size]
-"""Least, usual and largest size of a dim: TensorRT's min, opt and max."""
+"""Minimum, optimum and maximum size of a dim, as in TensorRT."""
 
 
 class Engine(StoredRecord):
@@ -141,15 +140,16 @@ class Engine(StoredRecord):
     Attributes:
         file: name of the plan in the bundle.
         flavour: which TensorRT built it.
-        version: of that TensorRT.
-        compute_capabilities: GPUs that it is for, such as `SM89`; `portable` is SM80 and later.
-        layers: how many it has.
+        version: version of that TensorRT.
+        compute_capabilities: GPUs that it can run on, such as `SM89`; `portable` is SM80 and later.
+        layers: number of layers.
         size: bytes of the file.
         build_seconds: seconds that the builder took.
         activation_memory: bytes on the device for everything between inputs and outputs, at the largest sizes; None
-            where the builder does not say.
-        profiles: the optimization profiles, each the range of every symbol; the first is all that the inputs may be.
-        code: of the user who built it (`attnforge.cache`), in hexadecimal: for that user, `auto` loads the plan.
+            if the builder does not report it.
+        profiles: the optimization profiles, each the range of every symbol; the first covers all allowed inputs.
+        code: HMAC by the key of the user who built it (`attnforge.cache`), in hexadecimal: for that user, `auto` loads
+            the plan.
     """
 
     file: FileName
@@ -168,9 +168,9 @@ class Tuning(StoredRecord):
     """How the forms of attention sites were measured.
 
     Attributes:
-        processors: of the machine.
-        sizes: of the dynamic dims.
-        seconds: that measuring took.
+        processors: number of processors of the machine.
+        sizes: sizes of the dynamic dims.
+        seconds: time that measuring took.
     """
 
     processors: Count
@@ -179,15 +179,15 @@ class Tuning(StoredRecord):
 
 
 class SessionSettings(StoredRecord):
-    """How ONNX Runtime's CPU session ran the model fastest, on one machine and in one version.
+    """Fastest settings of ONNX Runtime's CPU session for the model, on one machine and in one version.
 
     Attributes:
-        machine: on which it was measured.
-        version: of ONNX Runtime.
-        threads: that one run is spread over; None for ONNX Runtime's own choice.
-        spinning: whether its threads wait for work in a loop.
+        machine: machine of the measurement.
+        version: version of ONNX Runtime.
+        threads: number of threads of one run; None for ONNX Runtime's own choice.
+        spinning: whether its threads spin while they wait for work.
         arena: whether it keeps the memory of one run for the next.
-        optimized: file of the model as that version's optimizer left it, which need not optimize it again.
+        optimized: file of the model as optimized by that version, which need not optimize it again.
         measured: milliseconds of every setting that was tried.
     """
 
@@ -201,12 +201,12 @@ class SessionSettings(StoredRecord):
 
 
 class PlainPlan(StoredRecord):
-    """The plan that has attention at the bundle's own precision; the difference is what a lower one gains.
+    """The plan with attention at the bundle's own precision; the difference is what a lower one gains.
 
     Attributes:
-        layers: how many it has.
+        layers: number of layers.
         size: bytes of the plan.
-        activation_memory: bytes on the device; None where the builder does not say.
+        activation_memory: bytes on the device; None if the builder does not report it.
     """
 
     layers: Count
@@ -215,19 +215,19 @@ class PlainPlan(StoredRecord):
 
 
 class TargetRecord(StoredRecord):
-    """What the bundle holds for a target.
+    """A bundle's contents for a target.
 
     Attributes:
         model: file of the lowered graph.
-        cuda_model: file of the graph for ONNX Runtime on CUDA, where it differs from the CPU's.
-        tuning: how forms were measured; None where rules chose them.
+        cuda_model: file of the graph for ONNX Runtime on CUDA, if it differs from the CPU's.
+        tuning: how forms were measured; None if rules chose them.
         session: settings of ONNX Runtime's session on the machine that deployed the bundle.
-        attention_precision: name of the precision of attention alone, where it is not the bundle's.
-        without: the plan that has attention at the bundle's precision.
+        attention_precision: name of the precision of attention, if it is not the bundle's.
+        without: the plan with attention at the bundle's precision.
         engines: TensorRT plans.
-        low_bit: quantised products whose kernel takes the numbers as they are stored, counted in what was compiled;
-            None where none is to be.
-        low_bit_attention: attention sites whose fused kernel multiplies in fp8, counted in the same way.
+        low_bit: number of quantised products whose compiled kernel takes the numbers as stored; None if none is
+            expected to.
+        low_bit_attention: number of attention sites whose compiled fused kernel multiplies in fp8.
     """
 
     model: ModelName
@@ -248,21 +248,21 @@ Masks = Literal["random", "all", "none", "one", "all but one", "ragged", "infini
 
 
 class Case(StoredRecord):
-    """A reference case: the inputs are made again from its seed, the outputs to compare with are in the bundle.
+    """A reference case: its inputs are generated from its seed, and the expected outputs are in the bundle.
 
     Attributes:
         name: unique in the bundle.
-        sizes: of the symbols of the dynamic dims.
-        kind: how floating-point inputs are drawn (:func:`attnforge.runtime.cases.make_inputs`); "example" are
-            the inputs that the model was deployed with, "data" real ones that came with it.
+        sizes: sizes of the symbols of the dynamic dims.
+        kind: how floating-point inputs are drawn (:func:`attnforge.runtime.cases.make_inputs`); "example" stands for
+            the inputs that the model was deployed with, "data" for real ones that came with it.
         masks: how masks are drawn.
         spread: by output, the largest relative and absolute error of eager's further draws of its rounding: on
             neighbouring inputs, or on other ordinary ones.
         scale: factor on floating-point inputs.
-        most: the largest whole number of inputs, where the case's sizes do not bear the example's, such as an index of
-            a token that a shorter input has not; None where they do.
-        seed: of the random numbers.
-        caches: whether the bundle keeps what a decoder's caches are to hold behind all tokens.
+        most: maximum of integer inputs, if the example's values would be invalid at the case's sizes, such as the index
+            of a token that a shorter input lacks; else None.
+        seed: seed of the random numbers.
+        caches: whether the bundle keeps the expected contents of a decoder's caches after all tokens.
     """
 
     name: Name
@@ -277,7 +277,7 @@ class Case(StoredRecord):
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether the inputs are such as the model is meant for, and not a trial by hard ones."""
+        """Whether the inputs are of the kind that the model is meant for, and not deliberately hard ones."""
         return self.kind in ("example", "data", "normal", "uniform", "zeros")
 
 
@@ -287,7 +287,7 @@ class Region(StoredRecord):
     Attributes:
         module: qualified name of the module.
         nodes: names of the operators in the canonical graph.
-        why: the evidence that they have to be in fp32.
+        why: evidence that they must stay in fp32.
     """
 
     module: str
@@ -296,17 +296,18 @@ class Region(StoredRecord):
 
 
 class Mixed(StoredRecord):
-    """How precisions were chosen (`precision="auto"`): a 16-bit one, and fp32 where the budget demands it.
+    """How precisions were chosen (`precision="auto"`): a 16-bit one, and fp32 where the budget requires it.
 
     Attributes:
         low: the 16-bit precision.
-        max_error: relative error that is allowed on ordinary inputs.
-        exactly: whether `max_error` was asked for and is the budget; else twice eager's own error is, up to it.
+        max_error: relative error allowed on ordinary inputs.
+        exactly: whether `max_error` was given and is the budget; else the budget is twice eager's own error, up to
+            `max_error`.
         error: the largest relative error in the emulation of 16-bit storage.
-        regions: what stayed in fp32.
+        regions: operators that stayed in fp32.
         low_flops: share of the floating-point operations of matrix products and attention that are 16-bit.
-        trials: how many assignments were evaluated.
-        steps: what was tried in order, and what came of it.
+        trials: number of assignments evaluated.
+        steps: what was tried, in order, with results.
     """
 
     low: PrecisionName
@@ -323,13 +324,13 @@ class QuantisedProduct(StoredRecord):
     """A quantised product.
 
     Attributes:
-        name: of the operator in the graph as it was before.
+        name: name of the operator in the graph before quantisation.
         module: qualified name of the module.
-        by: what has a scale of its own: the whole input (`tensor`), or each token of it; None where the weights alone
-            are quantised.
-        block: channels of the weights that share a scale; None where all of an output do.
-        balanced: whether channels of the input are divided by numbers that the weights are multiplied with.
-        error: of the product on calibration data, relative to fp32.
+        by: granularity of the input's scales: one for the whole input (`tensor`) or one per token (`token`); None if
+            only the weights are quantised.
+        block: number of channels of the weights that share a scale; None if all channels of an output do.
+        balanced: whether channels of the input are divided by factors that the weights are multiplied by.
+        error: error of the product on calibration data, relative to fp32.
     """
 
     name: Name
@@ -341,22 +342,22 @@ class QuantisedProduct(StoredRecord):
 
 
 class Quantised(StoredRecord):
-    """What is quantised, and what that costs.
+    """What is quantised, and the resulting error.
 
     Attributes:
-        type: of weights and inputs of products; of the weights alone where it is int4.
-        max_error: relative, that quantising was allowed; None where a metric decided.
-        error: the largest relative error against float64 on real data, or on ordinary cases where there is none.
-        calibrated: how many cases of real data the ranges are of; 0 where each token has its own.
-        products: that are quantised.
-        kept: by name, why a product, a table, an attention site beside products in fp8, or a site's
-            queries and keys in OpenVINO, is not quantised.
-        share: of the floating-point operations of matrix products and attention, those of quantised ones.
-        steps: what was tried in order, and what came of it.
-        tables: stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
-        attention: in fp8, by the site's name: the error of its output on calibration data, relative to fp32.
-        caches: of keys and values in int8, by the site's name: the same error.
-        scores: of queries and keys that OpenVINO multiplies in int8, by the site's name: the same error.
+        type: type of weights and inputs of products; for int4, of the weights only.
+        max_error: relative error allowed for quantisation; None if a metric decided.
+        error: the largest relative error against float64 on real data, or on ordinary cases if there is none.
+        calibrated: number of cases of real data that the ranges come from; 0 if each token has its own.
+        products: the quantised products.
+        kept: by name, why a product, a table, an attention site of a model with fp8 products, or a site's queries and
+            keys in OpenVINO, is not quantised.
+        share: share of quantised products in the floating-point operations of matrix products and attention.
+        steps: what was tried, in order, with results.
+        tables: tables stored in 8 bits, by the name of their first lookup: the error relative to the table in fp32.
+        attention: attention sites in fp8, by name: the error of the output on calibration data, relative to fp32.
+        caches: sites with keys and values cached in int8, by name: the same error.
+        scores: sites whose queries and keys OpenVINO multiplies in int8, by name: the same error.
     """
 
     type: Literal["int8", "fp8", "int4"]
@@ -378,13 +379,13 @@ class Choice(StoredRecord):
 
     Attributes:
         machine: the machine.
-        versions: of the backends' libraries.
-        sizes: of the dynamic dims, at which it was measured.
-        picked: what `auto` loads on that machine; None where no backend was within the budget.
-        milliseconds: of every backend that was, in turns: the mean of the medians of two openings. Of a run, or where
-            the bundle has a cache, of a prompt and as many steps as it has tokens.
-        dropped: backends that were not, or could not run, and why.
-        seconds: that choosing took.
+        versions: versions of the backends' libraries.
+        sizes: sizes of the dynamic dims in the measurement.
+        picked: backend that `auto` loads on that machine; None if none was within the budget.
+        milliseconds: time of every backend within the budget, measured in turns: the mean of the medians of two loads.
+            It is the time of a run, or for a bundle with a cache, of a prompt and as many steps as it has tokens.
+        dropped: backends that were not within the budget or could not run, with reasons.
+        seconds: time that choosing took.
     """
 
     machine: Machine
@@ -397,14 +398,14 @@ class Choice(StoredRecord):
 
 
 class Wrong(StoredRecord):
-    """Why a bundle is not what its model computes, or why that is not proved. Such a bundle is written only where it
-    was asked for by name.
+    """Why a bundle does not compute what its model does, or why that is not proved. Such a bundle is written only on
+    explicit request.
 
     Attributes:
-        cause: of :class:`attnforge.export.diagnosis.findings.Finding`.
-        stage: the graph or the backend that it is in.
+        cause: a cause of :class:`attnforge.export.diagnosis.findings.Finding`.
+        stage: the graph or backend that is wrong.
         evidence: the numbers that show it, in one line.
-        tensor, operator, module, line: where; None where it is not the doing of a single tensor.
+        tensor, operator, module, line: location of the error; None if no single tensor causes it.
     """
 
     cause: str
@@ -421,18 +422,18 @@ class Wrong(StoredRecord):
 
 
 class Cost(StoredRecord):
-    """What a piece of work took.
+    """Cost of a piece of work.
 
     Attributes:
-        seconds: of wall time.
-        memory: bytes that its process had in memory at its peak; 0 where that is not known.
+        seconds: wall time.
+        memory: peak memory of its process, in bytes; 0 if unknown.
     """
 
     seconds: float
     memory: int
 
     def text(self) -> str:
-        """`12.3 s and 840 MiB`, or the seconds alone where memory is not known."""
+        """Return the cost as `12.3 s and 840 MiB`, or only the seconds if memory is unknown."""
         return f"{self.seconds:.1f} s" + (f" and {self.memory / 2**20:,.0f} MiB" if self.memory else "")
 
 
@@ -440,10 +441,10 @@ class CacheSpec(StoredRecord):
     """The cache of one attention site.
 
     Attributes:
-        site: its name.
-        key: of keys, `(batch, key heads, places, head size)`.
-        value: of values, `(batch, key heads, places, value size)`.
-        window: how many tokens a query sees, its own included; None for all up to its own.
+        site: name of the site.
+        key: cache of keys, `(batch, key heads, places, head size)`.
+        value: cache of values, `(batch, key heads, places, value size)`.
+        window: number of tokens that a query sees, its own included; None for all up to its own.
     """
 
     site: Name
@@ -453,23 +454,23 @@ class CacheSpec(StoredRecord):
 
 
 NEXT = ".next"
-"""Behind the name of a cache: the output that is the cache with the new tokens."""
+"""Suffix that makes the name of a cache that of the output with the updated cache."""
 
 
 class Decoding(StoredRecord):
-    """How the graphs of a bundle are steps of a decoder. The manifest's `inputs` and `outputs` are those of the model
-    itself, which takes all tokens at once; a graph takes the next ones, how many came before, and the caches, and has
-    the caches as outputs, too.
+    """How a bundle's graphs are used as decoder steps. The manifest's `inputs` and `outputs` are those of the model
+    itself, which takes all tokens at once; a graph takes the next tokens, the number of tokens before them, and the
+    caches, and also returns the caches.
 
     Attributes:
         tokens: name of the input with tokens, `(batch, tokens, …)`.
-        past: name of the input, int64 of `(batch,)`, with how many tokens each sample has in the caches.
-        places: tokens that the caches hold for each sample.
-        caches: of every attention site, in graph order.
-        cases: further reference cases, of more tokens than a call may have.
-        vocabulary: how many ids the table of embeddings has; None where tokens are no ids.
-        stop: ids behind which a text ends.
-        tokenizer: file of the `tokenizers` library that turns texts into ids; None where there is none.
+        past: name of the input, int64 `(batch,)`, with the number of tokens that each sample has in the caches.
+        places: capacity of the caches, in tokens per sample.
+        caches: cache of every attention site, in graph order.
+        cases: additional reference cases, with more tokens than a call may have.
+        vocabulary: number of ids in the embedding table; None if tokens are not ids.
+        stop: stop token ids.
+        tokenizer: file of the `tokenizers` library that turns text into ids; None if there is none.
     """
 
     tokens: Name
@@ -483,12 +484,12 @@ class Decoding(StoredRecord):
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """All caches: of keys and of values by site."""
+        """All caches: of keys and of values, site by site."""
         return [spec for cache in self.caches for spec in (cache.key, cache.value)]
 
     @property
     def bytes_a_sample(self) -> int:
-        """Bytes that all caches take for one sample, in the bundle's own types."""
+        """Bytes of all caches of one sample, in the bundle's own types."""
         return sum(
             prod(dim for dim in spec.dims[1:] if isinstance(dim, int)) * np.dtype(spec.dtype).itemsize
             for spec in self.tensors
@@ -496,36 +497,36 @@ class Decoding(StoredRecord):
 
 
 class Manifest(StoredRecord):
-    """What a bundle holds.
+    """A bundle's contents.
 
     Attributes:
-        name: of the model.
-        precision: name of the precision of everything, or the 16-bit one of a bundle that has `mixed` ones.
-        created: when, in ISO 8601.
+        name: name of the model.
+        precision: name of the precision, or the 16-bit one if precisions are `mixed`.
+        created: time of creation, in ISO 8601.
         tools: versions of the packages that made it.
-        source: where the model came from.
-        inputs: of the model.
-        outputs: of the model.
+        source: origin of the model.
+        inputs: inputs of the model.
+        outputs: outputs of the model.
         reference: what computed the outputs that backends are compared with.
-        attention: what became of every attention site.
-        targets: what the bundle holds for every target, and for :data:`OPENVINO` where that has
-            a graph of its own.
-        skipped: targets that it is not built for, and why.
-        cases: what it is verified on.
-        mixed: how precisions were chosen; None where they were given.
-        quantised: what is quantised; None where nothing is.
-        decoding: how the graphs are steps of a decoder; None where they are the whole model.
-        metric: name of the task's metric over the cases of real data.
-        least: value that the metric must reach.
-        max_eager_error: relative error of eager on ordinary inputs beyond which nothing is proved; None for
+        attention: how every attention site was lowered.
+        targets: contents for every target, and for :data:`OPENVINO` if that has its own graph.
+        skipped: targets that it is not built for, with reasons.
+        cases: reference cases for verification.
+        mixed: how precisions were chosen; None if they were given.
+        quantised: what is quantised; None if nothing is.
+        decoding: how the graphs are used as decoder steps; None if they are the whole model.
+        metric: name of the task metric on the cases of real data.
+        least: minimum value of the metric.
+        max_eager_error: relative error of eager on ordinary inputs above which parity cannot be judged; None for
             :data:`attnforge.runtime.parity.budget.UNPROVED`.
-        choice: which backend was measured to be fastest, and where; None where there was nothing to choose.
+        choice: which backend was measured as fastest, and where; None if there was nothing to choose.
         wrong: why no backend computes what the model does, in a bundle that was kept all the same; else None.
-        seconds: that every stage of deploying it took.
-        memory: bytes that the deploying process had in memory at the peak of every stage; an upper bound where the
-            kernel does not tell stages apart (:meth:`attnforge.progress.Stages.memory`). Empty in older bundles.
-        children: by name, the processes that deploying started; TensorRT's builders work while the stages go on.
-        reused: what was taken from the cache of deploys, and so neither made nor measured anew.
+        seconds: time of every stage of deploying.
+        memory: peak memory of the deploying process in every stage, in bytes; an upper bound if the kernel does not
+            separate stages (:meth:`attnforge.progress.Stages.memory`). Empty in older bundles.
+        children: cost of the processes that deploying started, by name; TensorRT builders run in parallel with the
+            stages.
+        reused: what was taken from the cache of deploys instead of being made or measured again.
         files: sha256 of every other file, by name.
     """
 
@@ -568,36 +569,37 @@ class Manifest(StoredRecord):
 
     @property
     def eager_precision(self) -> str:
-        """Name of the precision that a torch module has to run at to be the same function: fp32 where operators have
-        precisions of their own."""
+        """Name of the precision at which a torch module is the same function: fp32 if operators have precisions of
+        their own."""
         return self.precision if self.mixed is None and self.quantised is None else "fp32"
 
     @property
     def stages(self) -> dict[str, Cost]:
-        """What every stage of deploying took."""
+        """Cost of every stage of deploying."""
         return {name: Cost(seconds=s, memory=self.memory.get(name, 0)) for name, s in self.seconds.items()}
 
     @property
     def total(self) -> Cost:
-        """What deploying took in all, without the children's memory."""
+        """Total cost of deploying, without the children's memory."""
         return Cost(seconds=round(sum(self.seconds.values()), 3), memory=max(self.memory.values(), default=0))
 
     @property
     def doubt(self) -> str | None:
-        """Why nobody loads the bundle unasked, in a sentence about it; None where nothing speaks against it."""
+        """Warning about a bundle that was kept although it is wrong or not proved; None for other bundles."""
         if self.wrong is None:
             return None
         return f"{self.name} was kept although it is wrong, or not proved to be right: {self.wrong.text()}"
 
     def inconsistency(self) -> str | None:
-        """What a whole manifest says that cannot be so, though every field is valid for itself; None where all fits."""
+        """Return the first inconsistency between fields that are valid by themselves; None if there is none."""
         return next(_inconsistencies(self), None)
 
 
 def graph_tensors(
     inputs: list[TensorSpec], outputs: list[TensorSpec], decoding: Decoding | None
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """The inputs and outputs of a bundle's graphs: the model's, and of a decoder's step what it takes besides."""
+    """Return the inputs and outputs of a bundle's graphs: the model's, and for a decoder step also the number of past
+    tokens and the caches."""
     if decoding is None:
         return inputs, outputs
     (tokens,) = (spec for spec in inputs if spec.name == decoding.tokens)
@@ -620,7 +622,7 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
         ("cases", [case.name for case in manifest.cases]),
     ):
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            yield f"{kind}: {twice[0]} is there twice"
+            yield f"{kind}: {twice[0]} occurs twice"
     symbols: set[str] = set()
     for spec in manifest.inputs:
         for dim in spec.dims:
@@ -645,20 +647,20 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
 
 
 def _inconsistencies_of_steps(manifest: Manifest, decoding: Decoding) -> Iterator[str]:
-    """What the record of a decoder's step says that cannot be so."""
+    """Yield inconsistencies of the record of decoder steps."""
     if [spec.name for spec in manifest.inputs] != [decoding.tokens] or len(manifest.inputs[0].dims) < 2:
         yield f"decoding: the tokens {decoding.tokens} are not the only input, (batch, tokens, …)"
         return
     names = [decoding.tokens, decoding.past, *(spec.name for spec in decoding.tensors)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        yield f"decoding: {twice[0]} is there twice"
+        yield f"decoding: {twice[0]} occurs twice"
     for spec in decoding.tensors:
         sizes = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
         if len(sizes) != 3 or len(spec.dims) != 4 or sizes[1] != decoding.places:
-            yield f"decoding: the cache {spec.name} is {spec.text()}, and not (batch, heads, {decoding.places}, size)"
+            yield f"decoding: the cache {spec.name} is {spec.text()}, not (batch, heads, {decoding.places}, size)"
     for spec in (*manifest.inputs, *manifest.outputs):
         if len(spec.dims) < 2 or any(isinstance(dim, DimSpec) for dim in spec.dims[2:]):
-            yield f"decoding: {spec.name} is {spec.text()}, and not (batch, tokens, …) with fixed sizes behind them"
+            yield f"decoding: {spec.name} is {spec.text()}, not (batch, tokens, …) followed by fixed sizes"
 
 
 def _named_files(manifest: Manifest) -> Iterator[str]:

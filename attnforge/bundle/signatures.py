@@ -1,9 +1,9 @@
 """Signatures of bundles, in the format of OpenSSF's model-signing, which makes and checks them.
 
-A signature is over the name and the sha256 of every file in the folder but itself, the manifest among them. Files are
-opened as everywhere else: without following links. The manifest is the very bytes that the caller has read and parses
-if they are signed, so nobody can exchange it between the check and its use; every other file is held to the sum that
-the signed manifest has of it, whenever it is read.
+A signature covers the name and the sha256 of every file in the folder except itself, the manifest included. Files are
+opened without following links. The manifest is checked as the bytes that the caller has read and will parse, so it
+cannot be exchanged between the check and its use; every other file is checked against its sha256 in the signed manifest
+whenever it is read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from attnforge.files import names_in, open_inside, open_regular
 from attnforge.quiet import quiet
 
 MOST_SIGNATURE = 2**24
-"""Bytes that a signature may have."""
+"""Maximum size of a signature, in bytes."""
 
 HOW = "pass the .pem file of an elliptic-curve key (openssl ecparam -name prime256v1 -genkey -noout -out KEY)"
 
 
 class _Content(hashing.Config):
-    """What a folder holds, as model-signing compares it with what was signed.
+    """Contents of a folder, which model-signing compares with what was signed.
 
     Attributes:
-        asked: whether it was: model-signing asks once it has accepted a key's signature.
+        asked: whether :meth:`hash` was called: model-signing does so once it has accepted a key's signature.
     """
 
     def __init__(self, root: Path, manifest_data: bytes) -> None:
@@ -51,7 +51,7 @@ class _Content(hashing.Config):
         return manifest.Manifest(self.root.name, items, manifest.SerializationType.from_args(kind))
 
     def add_ignored_paths(self, *, model_path: hashing.PathLike, paths: Iterable[hashing.PathLike]) -> None:
-        """Ignore no file that whoever signed it wants ignored."""
+        """Do nothing: a signature may not exclude files."""
 
     def _sum(self, name: str) -> bytes:
         if name == MANIFEST:
@@ -61,19 +61,19 @@ class _Content(hashing.Config):
 
 
 def check_signed(path: Path, root: Path, manifest_data: bytes, keys: Sequence[Path]) -> None:
-    """Check that a folder holds what the owner of a key has signed. Nothing of it is parsed but the signature.
+    """Check that a folder contains what the owner of a key has signed. Only the signature is parsed.
 
     Args:
-        path: of the folder, for messages.
+        path: path of the folder, for messages.
         root: the folder, with links resolved.
         manifest_data: the content of its manifest.
-        keys: public keys, of which one is enough.
+        keys: public keys, one of which must have signed it.
 
     Raises:
-        SignatureError: the folder is not signed, by another key, or altered.
-        UsageError: a key is none.
+        SignatureError: the folder is not signed, is signed by another key, or was altered.
+        UsageError: a key is not a public key.
     """
-    allowed = f"one by {' or '.join(map(str, keys))} is asked for"
+    allowed = f"one by {' or '.join(map(str, keys))} is required"
     verifiers = [_verifier(key) for key in keys]
     try:
         with open_regular(root / SIGNATURE) as stream:
@@ -85,7 +85,7 @@ def check_signed(path: Path, root: Path, manifest_data: bytes, keys: Sequence[Pa
     except OSError as error:
         raise SignatureError(f"{path / SIGNATURE} cannot be read: {first_line(error)}") from error
     if len(data) > MOST_SIGNATURE:
-        raise SignatureError(f"{path / SIGNATURE} is no signature: it has more than {MOST_SIGNATURE:,} bytes")
+        raise SignatureError(f"{path / SIGNATURE} is not a signature: it has more than {MOST_SIGNATURE:,} bytes")
     with tempfile.TemporaryDirectory() as folder:  # model-signing reads a path, and the bundle's may change meanwhile
         file = Path(folder, SIGNATURE)
         file.write_bytes(data)
@@ -97,7 +97,7 @@ def check_signed(path: Path, root: Path, manifest_data: bytes, keys: Sequence[Pa
                 return
             except MemoryError:
                 raise
-            except Exception as error:  # of what a stranger wrote: of every kind
+            except Exception as error:  # the signature is untrusted, so any type of error may occur
                 if content.asked:
                     raise SignatureError(
                         f"{path} was altered after it was signed ({shortened(first_line(error))}); do not use it; copy "
@@ -105,20 +105,20 @@ def check_signed(path: Path, root: Path, manifest_data: bytes, keys: Sequence[Pa
                     ) from error
     raise SignatureError(
         f"{path} is signed by another key, or its {SIGNATURE} is altered, and {allowed}; do not use it, or pass the "
-        "public key of whom you trust"
+        "public key of a signer you trust"
     )
 
 
 def signature_of(root: Path, manifest_data: bytes, key: Path) -> bytes:
-    """The signature of what a folder holds.
+    """Return the signature of a folder's contents.
 
     Args:
         root: the folder, with links resolved.
         manifest_data: the content of its manifest.
-        key: private, a .pem file.
+        key: private key, a .pem file.
 
     Raises:
-        UsageError: the key is none, or has a password.
+        UsageError: the key is not a private key, or has a password.
     """
     config = signing.Config()  # type: ignore[no-untyped-call]
     try:
@@ -129,7 +129,7 @@ def signature_of(root: Path, manifest_data: bytes, key: Path) -> bytes:
     except TypeError as error:
         raise UsageError(f"key {key} has a password; sign with a copy without one (openssl ec -in {key})") from error
     except Exception as error:
-        raise UsageError(f"{key} is no private key: {shortened(first_line(error), 120)}; {HOW}") from error
+        raise UsageError(f"{key} is not a private key: {shortened(first_line(error), 120)}; {HOW}") from error
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, SIGNATURE)
         config.set_hashing_config(_Content(root, manifest_data)).sign(root, file)
@@ -147,6 +147,6 @@ def _verifier(key: Path) -> verifying.Config:
         ) from error
     except Exception as error:
         raise UsageError(
-            f"trusted key {key} is no public key of an elliptic curve: {shortened(first_line(error), 120)}; make it "
+            f"trusted key {key} is not a public key of an elliptic curve: {shortened(first_line(error), 120)}; make it "
             "with openssl ec -in KEY -pubout"
         ) from error

@@ -1,4 +1,4 @@
-"""Whose bundles are opened: public keys, by argument or by a variable of the environment."""
+"""Public keys of trusted signers, from an argument or an environment variable."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Literal
 from attnforge.errors import UsageError, extra
 
 TRUSTED = "ATTNFORGE_TRUSTED"
-"""The variable of the environment with public keys, as PATH has folders."""
+"""Environment variable with paths of public keys, separated as in PATH."""
 
 Trusted = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Literal[False] | None
-"""Whose bundles are opened: those that are signed by one of these public keys; of None those of :data:`TRUSTED`, and
-anybody's where it is not set; of False anybody's."""
+"""Public keys, one of which must have signed a bundle. None means those of :data:`TRUSTED`, or no check if it is not
+set; False means no check."""
 
 
 def signatures() -> Any:
-    """What makes and checks signatures.
+    """Import the module that makes and checks signatures.
 
     Raises:
         UnavailableError: `attnforge[signing]` is not installed.
@@ -27,23 +27,23 @@ def signatures() -> Any:
 
 
 def keys_of(trusted: Trusted) -> tuple[Path, ...]:
-    """The files of public keys that a caller trusts, or the environment.
+    """Return the files of the public keys that the caller, or by default the environment, trusts.
 
     Raises:
-        UsageError: no key was given where keys are asked for.
+        UsageError: a signature is required, but no key is named.
     """
     if trusted is False:
         return ()
     if trusted is None:
         if TRUSTED not in os.environ:
             return ()
-        trusted, whose = [key for key in os.environ[TRUSTED].split(os.pathsep) if key], TRUSTED
+        trusted, origin = [key for key in os.environ[TRUSTED].split(os.pathsep) if key], TRUSTED
     else:
-        trusted, whose = [trusted] if isinstance(trusted, str | os.PathLike) else trusted, "trusted"
+        trusted, origin = [trusted] if isinstance(trusted, str | os.PathLike) else trusted, "trusted"
     try:
         keys = tuple(Path(key).absolute() for key in trusted)
-    except TypeError:  # True, and whatever is no path
-        raise UsageError(f"trusted is {trusted!r}; give the files of public keys, or False to ask for none") from None
+    except TypeError:  # True, or an item that is not a path
+        raise UsageError(f"trusted is {trusted!r}; give the files of public keys, or False to require none") from None
     if not keys:
-        raise UsageError(f"{whose} names no key, so no bundle could be opened; name the file of a public key")
+        raise UsageError(f"{origin} names no key, so no bundle could be opened; name the file of a public key")
     return keys

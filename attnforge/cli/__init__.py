@@ -2,8 +2,8 @@
 package | doctor`.
 
 Every command takes `--json`: one JSON document on standard output, everything else on standard error. The exit code is
-0 where what was asked holds, 1 where a check failed or a build was refused, and 2 for misuse. Importing this package is
-light: what a command needs is imported when it runs.
+0 for success, 1 for a failed check or a refused build, and 2 for misuse. Importing this package is cheap: each command
+imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnforge.cli.deploying import deploy
 from attnforge.cli.generating import generate
 from attnforge.cli.listing import doctor, models
 from attnforge.cli.packaging import package
-from attnforge.cli.refusing import told
+from attnforge.cli.refusing import report_error
 from attnforge.cli.terminal import out
 from attnforge.version import __version__
 
@@ -42,7 +42,7 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """A command whose help is a JSON document, too, with `--json`: `{"help": …}`."""
+    """A command whose help, with `--json`, is a JSON document: `{"help": …}`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if "--json" in sys.argv[1:]:
@@ -66,15 +66,15 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 def main() -> None:
-    """Run the command line. Whatever a command raises becomes one line, one exit code and, with `--json`, a document.
-    Interrupted or told to end, it leaves nothing half written and no process behind."""
+    """Run the command line. Any exception becomes one line, one exit code and, with `--json`, a document. When it is
+    interrupted or terminated, no half-written file and no child process remains."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows fewer letters shows fewer
+            stream.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     terminal.begin()
     try:
         with ending.orderly():
             status = app(standalone_mode=False)
     except BaseException as error:
-        status = told(error)
+        status = report_error(error)
     sys.exit(status if isinstance(status, int) else 0)

@@ -1,4 +1,4 @@
-"""What a command answers, and the runner that shows it: as JSON or for people, and as the exit code."""
+"""The result of a command, and the runner that shows it as JSON or as text and sets the exit code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attnforge.cli.terminal import print_json
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
+    """Result of a command.
 
     Attributes:
         document: printed with `--json`, as one JSON document.
-        view: prints the same for people.
-        ok: whether what was asked holds; else the command exits with 1.
+        view: prints the same as text.
+        ok: whether the command succeeded; if not, it exits with 1.
     """
 
     document: Any
@@ -28,13 +28,13 @@ class Answer:
 
 
 def answering(command: Callable[..., Answer]) -> Callable[..., None]:
-    """The command that shows what `command` answers.
+    """Wrap a command so that its answer is shown.
 
     Args:
         command: takes the option `as_json`, as every command does.
 
     Raises:
-        typer.Exit: what was asked does not hold.
+        typer.Exit: the answer is not ok.
     """
 
     @functools.wraps(command)

@@ -14,7 +14,7 @@ import typer
 import attnforge
 from attnforge.cli import options, printing
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Backends, Json, TrustedKeys
+from attnforge.cli.options import Backends, Force, Json, TrustedKeys
 from attnforge.cli.terminal import say, say_path, stages_shown
 from attnforge.errors import UsageError
 
@@ -22,85 +22,74 @@ if TYPE_CHECKING:
     from attnforge.bench.results import DecodingResults, Results
 
 
+_Timing = partial(typer.Option, rich_help_panel="Timing")
+_Decoding = partial(typer.Option, rich_help_panel="Decoding")
+
+
 def bench(
     bundle: Annotated[
         list[Path],
-        typer.Argument(help="Folder of a bundle; several of one model at several precisions.", show_default=False),
+        typer.Argument(help="Bundle folders: one, or one model at several precisions.", show_default=False),
     ],
     backend: Backends = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="A peer, such as eager, torch-compile or onnxruntime-plain, or all; repeat."),
+        typer.Option(help="Peer to compare with: eager, torch-compile, onnxruntime-plain, …, or all; repeatable."),
     ] = None,
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="Sizes of the dynamic dims, as name=number,name=number; repeat.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="How often every contender has a turn.")] = 20,
-    openings: Annotated[
-        int | None,
-        typer.Option(
-            help="How often every contender is opened anew; the rounds are shared out among the openings. "
-            "By default 3, with --quick 1."
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of a CPU contender; by default one for each processor.")
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Latency alone, of one opening: no throughput, starts, memory, limits or further cases."
-        ),
-    ] = False,
-    decode: Annotated[
-        bool,
-        typer.Option(
-            "--decode",
-            help="Of a bundle with a cache: time to first token, milliseconds a token over contexts, memory a step.",
-        ),
-    ] = False,
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="With --decode: tokens in the cache before the timed steps; repeat. By default 128, 512, 1024."
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[int] | None,
-        typer.Option(help="With --decode: tokens of a prompt to time; repeat. By default 16, 128, 512."),
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="With --decode: samples decoded at once. By default 1.")] = None,
-    trust_source: Annotated[
-        bool,
-        typer.Option(
-            "--trust-source",
-            help="Let peers import, open and run what the manifest names (a callable, a folder, a file), as a program "
-            "of whoever made the bundle.",
-        ),
-    ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write the plots to this folder, as PNG files.")] = None,
     old: Annotated[
-        Path | None, typer.Option("--compare", help="Results of an earlier run; exits with 1 on a regression.")
+        Path | None, typer.Option("--compare", help="Earlier results (JSON) to compare with; exit 1 on a regression.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the results, the page and the plots.")] = False,
+    trust_source: Annotated[
+        bool,
+        typer.Option(
+            "--trust-source",
+            help="Allow peers to run the source code named in the manifest, with your permissions.",
+        ),
+    ] = False,
+    force: Force = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
+    quick: Annotated[
+        bool,
+        _Timing("--quick", help="Measure only latency, and check outputs only on the timed inputs."),
+    ] = False,
+    shapes: Annotated[
+        list[str] | None, _Timing(help="Sizes of the dynamic dims, as name=number,name=number; repeatable.")
+    ] = None,
+    rounds: Annotated[int, _Timing(help="Timed rounds per contender.")] = 20,
+    openings: Annotated[
+        int | None,
+        _Timing(
+            help="Times each contender is reloaded; rounds are split between loads (default: 3, or 1 with --quick)."
+        ),
+    ] = None,
+    threads: Annotated[int | None, _Timing(help="Threads of each CPU contender (default: one per processor).")] = None,
+    decode: Annotated[
+        bool,
+        _Decoding(
+            "--decode", help="Time a decoder bundle: first token, each further token, and memory added per step."
+        ),
+    ] = False,
+    context: Annotated[
+        list[int] | None,
+        _Decoding(help="Tokens in the cache before the timed steps; repeatable (default: 128, 512, 1024)."),
+    ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        _Decoding(help="Prompt length to time, in tokens; repeatable (default: 16, 128, 512)."),
+    ] = None,
+    batch: Annotated[int | None, _Decoding(help="Samples decoded at once (default: 1).")] = None,
 ) -> Answer:
-    """Measure a bundle's backends, and peers, side by side in one run. Only ratios mean anything elsewhere.
+    """Time a bundle's backends and their peers side by side.
 
-    A contender is held to the parity budget before it is timed: a wrong answer has no time. Ours, and peers that are as
-    fast, are then held to it in every reference case. Exits with 1 where one of the bundle's own backends is wrong or
-    fails, or none could be timed.
+    Each contender's outputs are checked against the parity budget before it is timed; the bundle's own backends, and
+    peers as fast as they are, are then checked in every reference case. Only ratios carry over to other machines.
+    Exits with 1 if one of the bundle's backends is wrong or fails, or none could be timed.
 
-    Example: `attnforge bench patch-attention-fp32 --against all --html bench.html`
-
-    Example: `attnforge bench vit-fp32 vit-bf16 --against eager --against openvino-plain --shapes batch=1`
-
-    Example: `attnforge bench vit-fp32 --against all --compare yesterday.json`
-
-    Example: `attnforge bench my-encoder-fp32 --against eager --trust-source`
+    Example: `attnforge bench vit-fp32 vit-bf16 --against all --html bench.html`
 
     Example: `attnforge bench my-llama-fp32 --decode --against all --context 128 --context 1024 --trust-source`
     """
@@ -124,7 +113,9 @@ def bench(
     if plots is not None:
         check_writable(plots / "plot.png")
         if not force and next(plots.glob("*.png"), None) is not None:
-            raise UsageError(f"{plots} holds plots; choose another folder with --plots, or overwrite them with --force")
+            raise UsageError(
+                f"{plots} contains plots; choose another folder with --plots, or overwrite them with --force"
+            )
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     benchmark: Callable[..., Results | DecodingResults] = attnforge.benchmark
     with stages_shown(as_json) as progress:
@@ -173,10 +164,10 @@ def bench(
 
 
 def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
-    """Refuse options that mean nothing here.
+    """Refuse options that have no meaning in this mode.
 
     Raises:
-        UsageError: one was given.
+        UsageError: one of them was given.
     """
     for name, value in given.items():
         if value:
@@ -184,14 +175,15 @@ def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
 
 
 def _decodes(results: DecodingResults) -> bool:
-    """Whether a backend of the bundle's was timed, and none is wrong."""
+    """Whether one of the bundle's backends was timed, and none is wrong."""
     from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 
     return results.best is not None and not results.wrong.keys() - DECODING_PEERS.keys()
 
 
 def _holds(results: Results, named: Sequence[str]) -> bool:
-    """Whether every model has a time of ours, and no backend is wrong that is shipped, named, or loaded by `auto`."""
+    """Whether one of our backends was timed for every model, and none that is shipped, named or loaded by `auto` is
+    wrong."""
     from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
 
     wrong, loaded = set(), set()

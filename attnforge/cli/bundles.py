@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 def run(
     bundle: BundleArgument,
     inputs: Annotated[
-        list[str], typer.Argument(help="An .npy, an image, an .npz of inputs by name, or name=file for each input.")
+        list[str],
+        typer.Argument(help="An .npy file, an image, an .npz file of all inputs, or name=file for each input."),
     ],
     out_file: Annotated[Path, typer.Option("--out", help="Output file (.npz).")] = Path("outputs.npz"),
     backend: Backend = "auto",
     force: Force = False,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Rebuild the TensorRT plan where this machine cannot load it.")
+        bool, typer.Option("--rebuild", help="Rebuild the TensorRT plan if this machine cannot load it.")
     ] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
     """Run a bundle on files and write its outputs.
 
-    An image becomes a batch of one with values from 0 to 1, in the channels the model takes, resized to the size it
-    takes.
+    An image becomes a batch of one with values from 0 to 1, converted to the model's channels and size.
 
     Example: `attnforge run patch-attention-fp32 photograph.jpg --out tokens.npz`
 
@@ -94,15 +94,15 @@ def verify(
 ) -> Answer:
     """Check every available backend against a float64 reference.
 
-    Needs the bundle alone: no torch, no source. Exits with 1 where a backend misses the budget or none could run.
-    With --results, --backend names the model that Polygraphy ran.
+    Needs only the bundle: neither torch nor the model's source. Exits with 1 if a backend exceeds the parity budget or
+    none could run. With --results, --backend names the model that Polygraphy ran.
 
     Example: `attnforge verify vit-fp16 --html vit-fp16.html`
 
     Example: `attnforge verify vit-fp16 --results run.json`
     """
     if results is not None and len(backend or ()) > 1:
-        raise UsageError(f"results are of one model, and {len(backend or ())} backends are named; name one, or none")
+        raise UsageError(f"--results takes one backend, and {len(backend or ())} were given; name one, or none")
     if html is not None:
         from attnforge.report.render import check_page
 
@@ -112,8 +112,8 @@ def verify(
         if results is not None:
             from attnforge.runtime.parity.results import verify_results
 
-            one = backend[0] if backend else None
-            report = verify_results(bundle, results, one, metric=metric, least=least, trusted=trusted)
+            model = backend[0] if backend else None
+            report = verify_results(bundle, results, model, metric=metric, least=least, trusted=trusted)
         else:
             report = attnforge.verify(bundle, backend, metric=metric, least=least, trusted=trusted)
         if html is not None:
@@ -134,19 +134,19 @@ def diagnose(
     bundle: BundleArgument,
     backend: Backends = None,
     case: Annotated[
-        str | None, typer.Option(help="Case to examine (default: the one that fails, or errs most).")
+        str | None, typer.Option(help="Reference case to examine (default: the failing one, or the least accurate).")
     ] = None,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the files that reproduce a wrong rewrite.")
+        Path | None, typer.Option("--out", help="Write files that reproduce a wrong rewrite to this folder.")
     ] = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
-    """Find where a deployment first goes wrong, and why: which rewrite, or which tensor at which precision.
+    """Find the rewrite, or the tensor and precision, where a deployment first goes wrong.
 
-    Needs the bundle alone. Exits with 1 where a backend fails verification, a graph is not the function that it was
-    made from, or a tensor is to blame for more than rounding, even if all of it is within the budget. Numbers that a
-    quantised range clips are a note where all backends pass and it costs no more than quantising may.
+    Needs only the bundle. Exits with 1 if a backend fails verification, a rewrite changed the function, or a tensor
+    adds more error than rounding explains, even within the budget. Values clipped by a quantised range are only a note
+    while all backends pass and clipping costs no more than quantisation may.
 
     Example: `attnforge diagnose vit-fp16`
     """
@@ -157,7 +157,7 @@ def diagnose(
 
 
 def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json = False) -> Answer:
-    """Show what a bundle holds, and what became of every attention site.
+    """Show a bundle's contents and how each attention site was lowered.
 
     Example: `attnforge inspect vit-fp16 --json`
     """
@@ -167,14 +167,14 @@ def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json =
 
 def sign(
     bundle: BundleArgument,
-    key: Annotated[Path, typer.Option("--key", help="Private key of an elliptic curve (.pem).")],
+    key: Annotated[Path, typer.Option("--key", help="Elliptic-curve private key, in PEM format.")],
     force: Force = False,
     as_json: Json = False,
 ) -> Answer:
     """Sign a bundle: write `model.sig` into it.
 
-    `openssl ecparam -name prime256v1 -genkey -noout -out my.key` makes a key, and `openssl ec -in my.key -pubout -out
-    my.pub` the public one, which others pass as `--trusted my.pub`. Needs `attnforge[signing]`, and no network.
+    Create a private key with `openssl ecparam -name prime256v1 -genkey -noout -out my.key`, and the public key that
+    others pass as `--trusted my.pub` with `openssl ec -in my.key -pubout -out my.pub`. Needs `attnforge[signing]`.
 
     Example: `attnforge sign vit-fp16 --key my.key`
     """
@@ -186,7 +186,7 @@ def sign(
 
 
 def _print_report(report: Report) -> None:
-    """Print what a verification measured, one backend a row, and every failure."""
+    """Print what a verification measured, one row per backend, and every failure."""
     head = ("backend", "", "error", "eager's", "budget", "worst case", "cases")
     rows = [
         (
@@ -216,11 +216,11 @@ def _print_report(report: Report) -> None:
     for warning in report.warnings:
         say(warning, "yellow")
     say_reasons(report.skipped, "{} did not run", "dim")
-    say(f"held against {report.reference}, and against float64", "dim")
+    say(f"checked against {report.reference}, and against float64", "dim")
 
 
 def _print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print where a deployment first goes wrong, and the tensors whose errors grow most."""
+    """Print where a deployment first goes wrong, and the tensors whose error grows most."""
     finding = diagnosis.finding
     is_note = diagnosis.healthy and finding.cause == "clipping"
     say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
@@ -243,7 +243,7 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
         for tensor in diagnosis.tensors
     ]
     print_table(("largest", "error in", "error", "times", "tensor and module"), rows, words=0, wraps=4)
-    say_reasons(diagnosis.not_traced, "the own tensors of {} could not be looked at", "dim")
+    say_reasons(diagnosis.not_traced, "intermediate tensors of {} could not be examined", "dim")
     same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
     say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
 

@@ -34,19 +34,22 @@ def deploy(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp32, tf32, fp16, bf16, int8, fp8, int4, auto, auto-int8, … (default: fp32, or a file's own)."
+            help="fp32, tf32, fp16, bf16, int8, fp8, int4, auto, auto-int8, … (default: fp32, or the file's own)."
         ),
     ] = None,
     target: Annotated[
-        Texts, typer.Option(help="onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that can be built).")
+        Texts,
+        typer.Option(
+            help="onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that this machine can build)."
+        ),
     ] = None,
     option: Annotated[Texts, typer.Option("--option", "-o", help="Model option, as name=value; repeatable.")] = None,
     require_fused: Annotated[
         Texts, typer.Option(help="Fail unless this target fuses every attention site; repeatable.")
     ] = None,
     force: Force = False,
-    weights: Annotated[Path | None, _Source(help="safetensors file with the model's weights.")] = None,
-    dim: Annotated[Texts, _Source(help="Range of a file's dynamic dim, as name=min:opt:max; repeatable.")] = None,
+    weights: Annotated[Path | None, _Source(help="Safetensors file with the model's weights.")] = None,
+    dim: Annotated[Texts, _Source(help="Range of a dynamic dim of the file, as name=min:opt:max; repeatable.")] = None,
     random_weights: Annotated[
         bool, _Source("--random-weights", help="Allow random values for weights that an hf: folder lacks.")
     ] = False,
@@ -55,7 +58,7 @@ def deploy(
     ] = False,
     calibrate: Annotated[
         list[Path] | None,
-        _Accuracy(help="Real inputs (and labels) by name, instead of the model's: an .npz or a folder; repeatable."),
+        _Accuracy(help="Real inputs (and labels) to use instead of the model's: an .npz file or a folder; repeatable."),
     ] = None,
     metric: Annotated[str | None, _Accuracy(help="Task metric on the real inputs: accuracy or cosine.")] = None,
     least: Annotated[float | None, _Accuracy(help="Minimum value of the metric.")] = None,
@@ -65,9 +68,10 @@ def deploy(
             help="Maximum relative error for auto and quantised precisions (auto's default: twice fp16 eager's error)."
         ),
     ] = None,
-    data: Annotated[bool, _Accuracy(help="Keep the model's real inputs, where it has some, as further cases.")] = True,
+    data: Annotated[bool, _Accuracy(help="Add the model's real inputs, if it has any, as reference cases.")] = True,
     max_eager_error: Annotated[
-        float | None, _Accuracy(help="Relative error of eager beyond which nothing is proved (default: 0.1).")
+        float | None,
+        _Accuracy(help="Largest relative error of eager with which parity can still be judged (default: 0.1)."),
     ] = None,
     keep_wrong: Annotated[
         bool, _Accuracy("--keep-wrong", help="Write the bundle even if no backend computes the right result.")
@@ -80,29 +84,29 @@ def deploy(
         str | None, _Decoder(help="KV-cache precision (int8). Needs --calibrate, and --max-error or --metric.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, _Decoder(help="tokenizer.json that the bundle keeps for generate (default: the model's own).")
+        Path | None, _Decoder(help="tokenizer.json to store in the bundle for generate (default: the model's own).")
     ] = None,
     profile: Annotated[
-        Texts, _TensorRT(help="Further optimization profile, as name=min:opt:max,name=…; repeatable.")
+        Texts, _TensorRT(help="Additional optimization profile, as name=min:opt:max,name=…; repeatable.")
     ] = None,
     compute_capability: Annotated[
         Texts, _TensorRT(help="GPUs of the TensorRT-RTX plan: SM89, CURRENT, …; repeatable (default: portable).")
     ] = None,
     attention_precision: Annotated[
-        str | None, _TensorRT(help="Precision of attention alone, in plans of fp32 and tf32 models: fp16 or bf16.")
+        str | None, _TensorRT(help="Precision of attention in plans of fp32 and tf32 models: fp16 or bf16.")
     ] = None,
     tune: Annotated[
-        bool, _Work(help="Time ONNX Runtime's forms of attention on this machine, instead of choosing by rules.")
+        bool, _Work(help="Choose ONNX Runtime's forms of attention by timing them on this machine, not by rules.")
     ] = True,
     cache: Annotated[
-        bool, _Work(help="Reuse plans, reference outputs and measurements of earlier deploys of the same model.")
+        bool, _Work(help="Reuse plans, reference outputs and measurements from earlier deploys of the same model.")
     ] = True,
     as_json: Json = False,
 ) -> Answer:
     """Export a model, lower it for every target and write a bundle.
 
-    The callable of package.module:function returns `(module, args, dynamic_shapes)`. It runs with all your rights, and
-    so may code in a .pt2 file, which is read with --trust-source alone.
+    A package.module:function callable returns `(module, args, dynamic_shapes)`. It runs with your permissions, and so
+    may code in a .pt2 file, which is therefore read only with --trust-source.
 
     Example: `attnforge deploy vit --precision fp16 --out vit.bundle`
 

@@ -1,7 +1,7 @@
-"""Signals that end the command line in order: by an exception, so that every block that is open cleans up.
+"""Orderly ending on signals: by an exception, so that every open block cleans up.
 
-An exception that is raised in the middle of a library may be swallowed there, or become an error of that library's own.
-So the signal is remembered: work that goes on ends at its next step, and the exit code is the signal's in any case.
+A library may swallow an exception that is raised inside it, or turn it into an error of its own. So the signal is
+remembered: work that continues ends at its next step, and the exit code is the signal's in any case.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _number: int | None = None
 
 
 def status() -> int | None:
-    """The exit code of a command that was told to end, which is the shell's for that signal; None where it was not."""
+    """Return the exit code after a signal, 128 plus its number as in a shell; None if no signal arrived."""
     return None if _number is None else 128 + _number
 
 
 def check() -> None:
-    """End where the command was told to, and a library swallowed that.
+    """End now if a signal arrived and a library swallowed its exception.
 
     Raises:
-        SystemExit: it was.
+        SystemExit: a signal arrived.
     """
     if (code := status()) is not None:
         raise SystemExit(code)
@@ -34,14 +34,14 @@ def check() -> None:
 
 @contextmanager
 def orderly() -> Iterator[None]:
-    """A block in which the signals end the command in order. Only the main thread hears of signals; one that whoever
-    started the command ignores (`nohup`) stays ignored."""
+    """A block in which signals end the command in order. Only the main thread receives signals; a signal that is
+    ignored when the command starts (`nohup`) stays ignored."""
     global _number
     _number = None
     before = {}
     if threading.current_thread() is threading.main_thread():
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, _end) for number in heard}
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _end) for number in handled}
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ def orderly() -> Iterator[None]:
 
 def _end(number: int, frame: object) -> None:
     global _number
-    signal.signal(number, signal.SIG_IGN)  # once is enough, and cleaning up is not to be interrupted
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     if _number is None:
         _number = number
         print("interrupted", file=sys.__stderr__, flush=True)

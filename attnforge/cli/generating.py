@@ -19,7 +19,7 @@ from attnforge.errors import UsageError, plain
 _Sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 MOST = 64
-"""Tokens that are generated where nobody says how many."""
+"""Default maximum number of new tokens."""
 
 
 def generate(
@@ -32,15 +32,18 @@ def generate(
     backend: Backend = "auto",
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    temperature: Annotated[float, _Sampling(help="Sampling temperature; 0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, _Sampling(help="Sample from this many of the most likely tokens.")] = None,
-    top_p: Annotated[float | None, _Sampling(help="Sample from the most likely tokens of this probability.")] = None,
+    temperature: Annotated[float, _Sampling(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, _Sampling(help="Sample from this many most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, _Sampling(help="Sample from the most likely tokens up to this total probability.")
+    ] = None,
     seed: Annotated[int, _Sampling(help="Random seed for sampling.")] = 0,
     stop: Annotated[str | None, _Sampling(help="Stop token ids, comma-separated (default: the bundle's).")] = None,
 ) -> Answer:
     """Generate text from a decoder bundle and stream it.
 
-    The bundle was deployed with --cache-tokens. Without a tokenizer, tokens are given and printed as ids.
+    The bundle must have been deployed with --cache-tokens. Without a tokenizer, give the prompt with --ids; new tokens
+    are then printed as ids.
 
     Example: `attnforge generate llama-fp16 "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95`
 
@@ -52,13 +55,13 @@ def generate(
     from attnforge.text import Tokenizer
 
     if (text is None) == (ids is None):
-        raise UsageError("a text, or token ids with --ids, are what to go on from; give one of them")
+        raise UsageError("give either a prompt text or token ids with --ids")
     sampler = Sampler(temperature, top_k, top_p, seed)
     with attnforge.load(bundle, backend, trusted=trusted) as session:
         tokenizer = Tokenizer(session.bundle) if text is not None else None
         prompt = whole_numbers(ids or "", "--ids") if tokenizer is None else tokenizer.ids(text or "")
         if not prompt:
-            raise UsageError("the prompt has no token; give a longer text")
+            raise UsageError("the prompt has no tokens; give a longer text")
         ends = None if stop is None else whole_numbers(stop, "--stop")
         if max_new_tokens is None:
             decoding = session.bundle.manifest.decoding
@@ -94,10 +97,10 @@ def generate(
         "tokens_per_second": rate,
     }
     speed = f", then {rate:.1f} tokens a second" if rate is not None else ""
-    told = f"{len(chosen)} tokens on {session.backend}; the first after {1e3 * first:.0f} ms{speed}"
-    return Answer(document, lambda: say(told, "dim"))
+    timing = f"{len(chosen)} tokens on {session.backend}; the first after {1e3 * first:.0f} ms{speed}"
+    return Answer(document, lambda: say(timing, "dim"))
 
 
 def plain_text(text: str) -> str:
-    """A text of a model as a terminal may show it: lines end, and nothing steers."""
+    """Return a model's text without control characters other than newlines, safe to print in a terminal."""
     return "\n".join(plain(line) for line in text.split("\n"))

@@ -37,7 +37,7 @@ def models(as_json: Json = False) -> Answer:
 
 
 def doctor(as_json: Json = False) -> Answer:
-    """Show what this machine can build and run, and what to install for the rest.
+    """Show which targets and backends work on this machine, and what to install for the others.
 
     Example: `attnforge doctor`
     """

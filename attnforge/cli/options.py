@@ -1,4 +1,4 @@
-"""Options that several commands take, and how their texts are read."""
+"""Options shared by several commands, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnforge.errors import UsageError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 BundleArgument = Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)]
-Backend = Annotated[str, typer.Option("--backend", "-b", help="auto, or a backend by name.")]
+Backend = Annotated[str, typer.Option("--backend", "-b", help="Backend by name, or auto.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Backend by name; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
 
@@ -28,23 +28,23 @@ TrustedKeys = Annotated[
 
 
 def pairs(texts: Iterable[str] | None) -> dict[str, str]:
-    """Names and values of texts like `num_layers=6`.
+    """Parse texts like `num_layers=6` into values by name.
 
     Raises:
-        UsageError: a text without an equals sign.
+        UsageError: a text has no equals sign.
     """
     split = [text.partition("=") for text in texts or ()]
     for name, equals, _ in split:
         if not equals:
-            raise UsageError(f"{name!r} is no option; write name=value")
+            raise UsageError(f"{name!r} is not an option; write name=value")
     return {name: value for name, _, value in split}
 
 
 def ranges(texts: Iterable[str] | None, flag: str) -> dict[str, tuple[int, int, int]]:
-    """Least, usual and largest size by dim, of texts like `tokens=1:128:512`.
+    """Parse texts like `tokens=1:128:512` into minimum, optimum and maximum size by dim.
 
     Raises:
-        UsageError: a text of another form; the message names the flag.
+        UsageError: a text has another form; the message names the flag.
     """
     sizes = {}
     for name, text in pairs(texts).items():
@@ -56,10 +56,10 @@ def ranges(texts: Iterable[str] | None, flag: str) -> dict[str, tuple[int, int, 
 
 
 def sizes(text: str) -> dict[str, int]:
-    """Sizes by dim, of a text like `batch=1,tokens=128`.
+    """Parse a text like `batch=1,tokens=128` into sizes by dim.
 
     Raises:
-        UsageError: a text of another form.
+        UsageError: the text has another form.
     """
     values = pairs(text.split(","))
     for name, value in values.items():
@@ -69,10 +69,10 @@ def sizes(text: str) -> dict[str, int]:
 
 
 def whole_numbers(text: str, flag: str) -> list[int]:
-    """Whole numbers, given with commas between them, as `1,2,3`.
+    """Parse comma-separated whole numbers such as `1,2,3`.
 
     Raises:
-        UsageError: one is none; the message names the flag.
+        UsageError: an item is not a whole number; the message names the flag.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if wrong := [part for part in parts if not part.isdecimal() or len(part) > 18]:
@@ -81,25 +81,25 @@ def whole_numbers(text: str, flag: str) -> list[int]:
 
 
 def archives(paths: Iterable[Path]) -> list[Path]:
-    """Files of real inputs: those named, and all `.npz` of the folders named, in the order of their names.
+    """Return the .npz files of real inputs: those given, and all in the folders given, sorted by name.
 
     Raises:
-        UsageError: a path that is neither, or a folder without any.
+        UsageError: a path is neither, or a folder has no .npz file.
     """
     files: list[Path] = []
     for path in paths:
-        found = sorted(path.glob("*.npz")) if path.is_dir() else [path]
-        if not found or any(file.suffix != ".npz" or not file.is_file() for file in found):
-            raise UsageError(f"{path} holds no real inputs; give an .npz with every input by name, or a folder of such")
-        files += found
+        inputs = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+        if not inputs or any(file.suffix != ".npz" or not file.is_file() for file in inputs):
+            raise UsageError(f"{path} has no real inputs; give an .npz with every input by name, or a folder of those")
+        files += inputs
     return files
 
 
 def check_unwritten(file: Path | None, force: bool) -> None:
-    """Check that a file can be written before the work whose result it holds.
+    """Check that an output file can be written, before the work that produces it.
 
     Raises:
-        UsageError: the file exists and `force` is not given, or it cannot be written.
+        UsageError: the file exists and `force` is False, or it cannot be written.
     """
     if file is not None:
         check_writable(file, force)

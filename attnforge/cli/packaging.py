@@ -25,35 +25,40 @@ _Batching = partial(typer.Option, rich_help_panel="Triton: batching")
 def package(
     context: typer.Context,
     bundle: Annotated[list[Path], typer.Argument(help="Bundle folders.", show_default=False)],
-    form: Annotated[str, typer.Option("--for", help="triton or polygraphy.", show_default=False)],
+    form: Annotated[str, typer.Option("--for", help="Tool to package for: triton or polygraphy.", show_default=False)],
     out_folder: Annotated[
-        Path, typer.Option("--out", help="Model repository, or new folder for Polygraphy.", show_default=False)
+        Path, typer.Option("--out", help="Model repository, or a new folder for Polygraphy.", show_default=False)
     ],
     trusted: TrustedKeys = None,
     as_json: Json = False,
     backend: Annotated[
-        str, _Model("--backend", "-b", help="python (a Session), onnxruntime (the model) or tensorrt (the plans).")
+        str,
+        _Model(
+            "--backend",
+            "-b",
+            help="Triton backend: python (a Session), onnxruntime (the model) or tensorrt (the plans).",
+        ),
     ] = "python",
     version: Annotated[int | None, _Model(help="Version to add to an existing repository (default: 1).")] = None,
     name: Annotated[str | None, _Model(help="Model name (default: NAME-PRECISION of the bundle).")] = None,
-    session: Annotated[str, _Model(help="Backend of the Session: auto, or one by name.")] = "auto",
-    threads: Annotated[int | None, _Model(help="Threads of a CPU instance (default: one per processor).")] = None,
+    session: Annotated[str, _Model(help="Backend of the Session, by name, or auto.")] = "auto",
+    threads: Annotated[int | None, _Model(help="Threads of each CPU instance (default: one per processor).")] = None,
     instances: Annotated[int, _Model(help="Number of instances, each with its own weights.")] = 1,
     kind: Annotated[str, _Model(help="Where instances run: cpu, gpu or auto.")] = "auto",
     server_tensorrt: Annotated[str | None, _Model(help="TensorRT version of the server, such as 10.7.")] = None,
     max_batch: Annotated[
-        int | None, _Batching(help="Maximum number of joined samples, 0 for none (default: all that the bundle takes).")
+        int | None, _Batching(help="Maximum batch size, 0 for no batching (default: the bundle's maximum).")
     ] = None,
     preferred: Annotated[
-        str | None, _Batching(help="Preferred numbers of joined samples, comma-separated (default: measured here).")
+        str | None, _Batching(help="Preferred batch sizes, comma-separated (default: measured on this machine).")
     ] = None,
-    max_delay: Annotated[int, _Batching(help="Microseconds that a request may wait for others.")] = 0,
+    max_delay: Annotated[int, _Batching(help="Maximum time a request may wait for others, in microseconds.")] = 0,
 ) -> Answer:
     """Create a Triton model repository, or a Polygraphy comparison folder.
 
-    Triton joins requests along the batch, where a run here shows that samples of a batch do not meet. Ordinary
-    reference cases become warm-up requests, so a model that is READY has run them. The folder for Polygraphy has
-    inputs, float64 outputs, and a function that checks results against the bundle's budget.
+    Triton joins requests into batches if a run here shows that samples of a batch do not affect each other. Ordinary
+    reference cases become warm-up requests, so a model that is READY has run them. A Polygraphy folder contains
+    inputs, float64 outputs, and a function that checks results against the parity budget.
 
     Example: `attnforge package vit-fp16 --for triton --out repository`
 
@@ -65,13 +70,13 @@ def package(
             source = context.get_parameter_source(parameter.name or "")
             in_panel = getattr(parameter, "rich_help_panel", None) is not None  # as Triton's options alone are
             if in_panel and source is not None and source.name == "COMMANDLINE":
-                raise UsageError(f"{parameter.opts[0]} is Triton's; leave it out for polygraphy")
+                raise UsageError(f"{parameter.opts[0]} applies to triton only; leave it out for polygraphy")
         return _for_polygraphy(bundle, out_folder, trusted, as_json)
     from attnforge.serving.triton.options import Packaging
     from attnforge.serving.triton.repository import package as package_for_triton
 
     if version is None and out_folder.exists():
-        raise UsageError(f"{out_folder} exists; choose another folder, or say which version is added (--version 2)")
+        raise UsageError(f"{out_folder} exists; choose another folder, or add a version to it (--version 2)")
     options = Packaging(
         backend, 1 if version is None else version, session, threads, max_batch,
         None if preferred is None else tuple(whole_numbers(preferred, "--preferred")),
@@ -99,7 +104,7 @@ def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] |
 
     def view() -> None:
         for name, command in packaged.commands.items():
-            say_path(f"hold {name} to the budget of {len(packaged.cases)} cases", command)
+            say_path(f"check {name} against the budget of {len(packaged.cases)} cases", command)
         say_path("written to", out_folder)
 
     return Answer(packaged.model_dump(), view)
@@ -113,6 +118,6 @@ def _print(model: Packaged) -> None:
         joins = f"up to {model.max_batch} samples are joined{preferred}"
     say(f"{model.name}, version {model.version}, on {model.backend}: {joins}")
     if model.kept:
-        say("the configuration of its earlier versions is kept as it is", indent=2)
+        say("the configuration of its earlier versions is unchanged", indent=2)
     else:
         say(f"warm-up: {', '.join(model.warmups) or 'none'}", indent=2)

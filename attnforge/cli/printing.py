@@ -1,4 +1,4 @@
-"""What the commands print for people. Alike rows become one, and what is printed fits 80 columns."""
+"""Text output of the commands. Rows that are alike are merged, and lines fit 80 columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def summary(bundle: Bundle) -> dict[str, Any]:
-    """The manifest as `inspect --json` and `deploy --json` give it: cases are counted, and files are named."""
+    """Return the manifest as `inspect --json` and `deploy --json` print it: with the number of cases and the names of
+    files."""
     manifest = bundle.manifest.model_dump(exclude={"cases", "files"})
     manifest["total"] = bundle.manifest.total.model_dump()
     files = {"files": list(bundle.manifest.files), "unlisted": bundle.unlisted()}
@@ -27,7 +28,7 @@ def summary(bundle: Bundle) -> dict[str, Any]:
 
 
 def print_bundle(bundle: Bundle) -> None:
-    """Print what a bundle holds, and what became of every attention site."""
+    """Print a bundle's contents and how each attention site was lowered."""
     manifest = bundle.manifest
     out.print(f"[bold]{escape(manifest.name)}[/] {manifest.precision} in {escape(str(bundle.path))}", soft_wrap=True)
     for kind, specs in (("in ", manifest.inputs), ("out", manifest.outputs)):
@@ -74,14 +75,14 @@ def print_bundle(bundle: Bundle) -> None:
 
 
 def _print_cost(manifest: Manifest) -> None:
-    """Print what deploying took, stage by stage; older bundles know seconds alone."""
+    """Print what each stage of deploying cost; older bundles record only seconds."""
     if manifest.seconds:
         stages = ", ".join(f"{name} {cost.text()}" for name, cost in manifest.stages.items())
         say(f"deployed in {manifest.total.text()}: {stages}", "dim")
     if manifest.reused:
-        say(f"taken from an earlier deploy of the same model: {', '.join(manifest.reused)}", "dim")
+        say(f"reused from an earlier deploy of the same model: {', '.join(manifest.reused)}", "dim")
     for name, cost in manifest.children.items():
-        say(f"{name}, in a process of its own: {cost.text()}", "dim")
+        say(f"{name}, in a separate process: {cost.text()}", "dim")
 
 
 def _print_engines(record: TargetRecord) -> None:
@@ -95,7 +96,7 @@ def _print_engines(record: TargetRecord) -> None:
 
 
 def _megabytes(size: int | None) -> str:
-    return "not told" if size is None else f"{size / 1e6:.1f} MB"
+    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
 
 
 def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) -> None:
@@ -107,7 +108,7 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         forms.setdefault(f"{by}{', balanced' if product.balanced else ''}", []).append(product)
     for form, alike in forms.items():
         worst = max(alike, key=lambda product: product.error)
-        say(f"{form}: {len(alike)} products; {worst.name} errs most, by {error(worst.error)}", indent=2)
+        say(f"{form}: {len(alike)} products; largest error {error(worst.error)}, of {worst.name}", indent=2)
     for text, errors in (
         ("stored by row: {} tables", quantised.tables),
         ("attention: {} sites", quantised.attention),
@@ -116,10 +117,10 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
     ):
         if errors:
             name, largest = max(errors.items(), key=lambda item: item[1])
-            say(f"{text.format(len(errors))}; {name} errs most, by {error(largest)}", indent=2)
+            say(f"{text.format(len(errors))}; largest error {error(largest)}, of {name}", indent=2)
     for name, record in targets.items():
         if record.low_bit is not None:
-            say(f"{name}: {record.low_bit} of {len(quantised.products)} multiplied as they are stored", indent=2)
+            say(f"{name}: {record.low_bit} of {len(quantised.products)} products multiplied as stored", indent=2)
         if record.low_bit_attention is not None:
             fused = f"{record.low_bit_attention} of {len(quantised.attention)} attention sites"
             say(f"{name}: {fused} fused in {quantised.type}", indent=2)
@@ -131,7 +132,7 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
 
 
 def print_sites(attention: Certificate) -> None:
-    """Print how many sites are fused, and every group of alike sites once."""
+    """Print how many sites are fused, and each group of alike sites once."""
     fused = ", ".join(f"{count} of {attention.sites} fused by {name}" for name, count in attention.fused.items())
     say(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
     for sites in alike(attention.details):
@@ -139,7 +140,7 @@ def print_sites(attention: Certificate) -> None:
 
 
 def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
-    """Sites in groups that became the same on every target; numbers in kernels' names and in reasons may differ."""
+    """Group sites that were lowered alike on every target; numbers in kernel names and reasons may differ."""
     groups: dict[object, list[SiteRecord]] = {}
     for site in sites:
         became = re.sub(r"(0x[0-9a-f]+|\d+(\.\d+)?)", "#", str(site.targets))
@@ -149,10 +150,11 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
 
 
 def names_in_runs(names: Sequence[str], known: Sequence[str]) -> str:
-    """`layers.0 … layers.21` for names that stand one after another in all that are known; short runs are spelt out."""
+    """Return names with consecutive runs abbreviated as `layers.0 … layers.21`, in the order of `known`; runs of one or
+    two are spelt out."""
     runs: list[list[str]] = []
-    for place, name in sorted((known.index(name), name) for name in names):
-        if runs and known[place - 1] == runs[-1][-1] and place:
+    for index, name in sorted((known.index(name), name) for name in names):
+        if runs and known[index - 1] == runs[-1][-1] and index:
             runs[-1].append(name)
         else:
             runs.append([name])
@@ -163,7 +165,7 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
     first, count = sites[0], len(sites)
     names = names_in_runs([site.site for site in sites], known)
     say(names if count == 1 else f"{count} sites alike: {names}", "bold", indent=2)
-    became = (first.form or "") if first.canonical else "left as it is"
+    became = (first.form or "") if first.canonical else "left unchanged"
     say(f"written as {first.written_as} → {became}", None if first.canonical else "yellow", indent=4)
     if first.mask is not None:
         say(f"sees {_mask_text(first.mask)}", indent=4)
@@ -182,14 +184,14 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
 
 
 def _mask_text(mask: SiteMask) -> str:
-    """What is proved of a mask, and the share of products that is left where that is less than all."""
+    """Describe what is proved about a mask, with the share of products that remains if it is less than all."""
     shares = (("the example", mask.example), ("most", mask.largest))
     left = ", ".join(f"{percent(share)} at {sizes}" for sizes, share in shares if share is not None and share < 1)
     return f"{mask.text}; of the products {left}" if left else mask.text
 
 
 def _first_of(texts: Sequence[str | None]) -> str:
-    """The first text, and whether the others have other numbers in it."""
+    """Return the first text, with a note if the others differ from it."""
     differ = len(set(texts)) > 1
     return (texts[0] or "") + (" (the first site's numbers; the others differ)" if differ else "")
 
@@ -198,7 +200,7 @@ def _first_of(texts: Sequence[str | None]) -> str:
 
 
 def print_results(results: Results) -> None:
-    """Print what a benchmark measured, one table a model."""
+    """Print what a benchmark measured, one table per model."""
     for model in results.models:
         _print_model(model)
     _print_environment(results.environment)
@@ -209,8 +211,8 @@ def _print_environment(about: Environment) -> None:
 
 
 def _turns(measured: Model | DecodingResults) -> str:
-    """`20 rounds in 3 openings`."""
-    return f"{measured.rounds} rounds" + (f" in {measured.openings} openings" if measured.openings > 1 else "")
+    """Return the rounds and loads as text, such as `20 rounds in 3 loads`."""
+    return f"{measured.rounds} rounds" + (f" in {measured.openings} loads" if measured.openings > 1 else "")
 
 
 def _contender(name: str, ours: bool) -> str:
@@ -224,7 +226,7 @@ def _print_model(model: Model) -> None:
     ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
     print_table(head, [_contender_row(contender) for contender in ordered], gap=1)
     say("← what auto loads; ratios are to it, at the same precision", "dim")
-    say_reasons(model.wrong, "{} was not timed, for its answer is wrong", "red")
+    say_reasons(model.wrong, "{} was not timed because its output is wrong", "red")
     for contender in model.contenders:
         if contender.wrong_in is not None:
             say(f"† {contender.key} is wrong in {contender.wrong_in}", "yellow")
@@ -253,17 +255,17 @@ def _contender_row(contender: Contender) -> tuple[str, ...]:
 
 
 def print_decoding(results: DecodingResults) -> None:
-    """Print how a bundle and its peers decode: a table for every context, then first tokens and memory."""
+    """Print how a bundle and its peers decode: a table per context, then first tokens and memory."""
     samples = "" if results.batch == 1 else f", {results.batch} samples at once"
     out.print(f"[bold]{escape(results.model)}[/] {results.precision}{samples}, {_turns(results)}", soft_wrap=True)
     head = ("contender", "ms a\ntoken", "95%", "tokens\na second", "ratio", "of\nlimit", "error")
     for context in results.contexts:
         timed = [(step, c) for c in results.contenders if (step := c.at(context)) is not None]
         timed.sort(key=lambda pair: pair[0].latency.median.value)
-        said = f"behind {context:,} tokens"
+        heading = f"after {context:,} tokens"
         if (limit := results.limits.get(context)) is not None:
-            said += f"; a copy of the bytes of a step takes {rounded(limit.latency.median.value)} ms"
-        say(said)
+            heading += f"; copying the bytes of a step takes {rounded(limit.latency.median.value)} ms"
+        say(heading)
         rows = [
             (
                 _contender(contender.name, contender.ours),
@@ -278,19 +280,19 @@ def print_decoding(results: DecodingResults) -> None:
         ]
         print_table(head, rows, gap=1)
     _print_first_tokens(results)
-    say_reasons(results.wrong, "{} was not timed, for its answer is wrong", "red")
+    say_reasons(results.wrong, "{} was not timed because its output is wrong", "red")
     for contender in results.contenders:
         for note in contender.notes:
             say(f"{contender.name}: {note}", "dim")
     say_reasons(results.skipped, "{} did not run", "dim")
-    say(f"logits held to {results.held_to}; ratios are to the bundle's own", "dim")
+    say(f"logits checked against {results.held_to}; ratios are to the bundle's own", "dim")
     _print_environment(results.environment)
 
 
 def _print_first_tokens(results: DecodingResults) -> None:
     if not results.prompts:
         return
-    say("milliseconds to the first token, by tokens of the prompt, and bytes that a step adds")
+    say("milliseconds to the first token, by prompt length in tokens, and bytes that a step adds")
     rows = [
         (
             _contender(contender.name, contender.ours),

@@ -1,4 +1,4 @@
-"""The gate of the command line: whatever a command raises becomes one line, one exit code, and with `--json` one
+"""Error reporting of the command line: any exception becomes one line, one exit code, and with `--json` one
 document."""
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from attnforge.cli import ending, terminal
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError, plain, shortened
 
 
-def told(error: BaseException) -> int:
-    """Say what a command raised, on standard error in one line, and with `--json` on standard output as well.
+def report_error(error: BaseException) -> int:
+    """Print what a command raised, in one line on standard error, and with `--json` on standard output as well.
 
     Returns:
-        The exit code: 2 for misuse, 1 for anything else, and the shell's for a signal.
+        The exit code: 2 for misuse, 128 plus the number of a signal, 1 for anything else.
     """
     if (code := ending.status()) is not None:
-        _print_document("Interrupted", "the command was told to end")
+        _print_document("Interrupted", "the command was interrupted")
         return code
     if isinstance(error, SystemExit):
         if terminal.running() and not isinstance(error.__context__, BrokenPipeError):  # those two are typer's own
-            return _say("UsageError", f"the model's code called sys.exit({error.code!r}); take that call out", 2)
+            return _say("UsageError", f"the model's code called sys.exit({error.code!r}); remove that call", 2)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, AttnforgeError):
         further = {"attention": error.certificate.model_dump()} if isinstance(error, UnfusedError) else {}
@@ -38,8 +38,8 @@ def told(error: BaseException) -> int:
             files = [f"standard output, or a temporary file (TMPDIR, now {tempfile.gettempdir()})"]
         return _say(type(error).__name__, ": ".join([*files[:1], error.strerror or str(error)]), 1)
     if isinstance(error, MemoryError):
-        return _say("MemoryError", f"there is too little memory: {error or 'an allocation failed'}", 1)
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own, for arguments
+        return _say("MemoryError", f"out of memory: {error or 'an allocation failed'}", 1)
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's errors in arguments
         from typer.rich_utils import rich_format_error
 
         rich_format_error(error)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def told(error: BaseException) -> int:
     if isinstance(error, typer.Abort):
         return _say("Abort", "aborted", 1)
     _print_document(type(error).__name__, str(error))
-    raise error  # a fault of attnforge's own, with its traceback
+    raise error  # a bug in attnforge, shown with its traceback
 
 
 def _say(kind: str, message: str, code: int, further: dict[str, Any] | None = None) -> int:
@@ -60,5 +60,5 @@ def _say(kind: str, message: str, code: int, further: dict[str, Any] | None = No
 
 def _print_document(kind: str, message: str, further: dict[str, Any] | None = None) -> None:
     if "--json" in sys.argv[1:] and not terminal.printed():
-        with suppress(OSError):  # standard output is full or closed, which standard error says
+        with suppress(OSError):  # standard output is full or closed; standard error reports that
             terminal.print_json({"error": {"kind": kind, "message": plain(message)}, **(further or {})})

@@ -1,4 +1,4 @@
-"""The terminal: where the command line writes, which stage is at work, and tables and sentences that fit."""
+"""Terminal output of the command line: consoles, progress, and tables and sentences that fit the width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnforge.report.render import by_reason
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-if not os.environ.get("COLUMNS", "1").strip("0"):  # rich would print nothing into no columns
+if not os.environ.get("COLUMNS", "1").strip("0"):  # with 0 columns rich would print nothing
     del os.environ["COLUMNS"]
 
 out = Console(highlight=False)
@@ -35,13 +35,13 @@ _printed = _running = False
 
 
 def begin(*, running: bool = False) -> None:
-    """Note that the command line is read, or that its command runs; it has printed nothing yet."""
+    """Record that parsing begins, or with `running` the command itself; nothing has been printed yet."""
     global _printed, _running
     _printed, _running = False, running
 
 
 def running() -> bool:
-    """Whether a command has begun to run."""
+    """Whether a command is running."""
     return _running
 
 
@@ -51,8 +51,8 @@ def printed() -> bool:
 
 
 def print_json(document: Any) -> None:
-    """Print the one JSON document of a command with `--json` on standard output. NaN and infinity, which JSON does not
-    know, are null."""
+    """Print the JSON document of a command with `--json` on standard output. NaN and infinity, which JSON lacks, become
+    null."""
     global _printed
     _printed = True
     print(json.dumps(_finite(document), indent=2, allow_nan=False))
@@ -67,12 +67,12 @@ def _finite(value: Any) -> Any:
 
 
 def escape(text: str) -> str:
-    """A text of somebody else's between rich's markup: neither markup in it nor a character of control works."""
+    """Escape untrusted text for rich's markup: markup in it has no effect, and control characters are removed."""
     return rich_escape(plain(text))
 
 
 def say(text: str, style: str | None = None, indent: int = 0) -> None:
-    """Print a sentence as it is, broken between words alone; its further lines are indented by two more columns."""
+    """Print a sentence without markup, wrapped between words; continuation lines are indented by two more columns."""
     margin, text = " " * indent, plain(" ".join(text.splitlines()))
     lines = textwrap.wrap(
         text, max(out.width, 40), initial_indent=margin, subsequent_indent=f"{margin}  ", break_on_hyphens=False
@@ -81,29 +81,29 @@ def say(text: str, style: str | None = None, indent: int = 0) -> None:
         out.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def say_reasons(reasons: Mapping[str, str], what: str, style: str | None = None) -> None:
-    """Print why what was named is so, names with the same reason together: `tensorrt, tensorrt_rtx did not run: …`."""
+def say_reasons(reasons: Mapping[str, str], statement: str, style: str | None = None) -> None:
+    """Print a statement with its reason; names with the same reason are joined: `eager, openvino did not run: …`."""
     for names, reason in by_reason(reasons):
-        say(f"{what.format(names)}: {reason}", style)
+        say(f"{statement.format(names)}: {reason}", style)
 
 
-def say_path(what: str, path: object) -> None:
-    """Print a line that ends in a path, in one piece however long it is, so that it can be copied."""
-    out.print(f"{what}: {escape(str(path))}", soft_wrap=True)
+def say_path(label: str, path: object) -> None:
+    """Print a label and a path on one line, however long, so that the path can be copied."""
+    out.print(f"{label}: {escape(str(path))}", soft_wrap=True)
 
 
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1, wraps: int | None = None, gap: int = 2
 ) -> None:
-    """Print a table without lines; columns that are empty in all rows are left out.
+    """Print a table without rules; columns that are empty in all rows are omitted.
 
-    In a terminal narrower than its names and numbers the table keeps its width, and the terminal breaks its lines.
+    If the terminal is narrower than the names and numbers, the table keeps its width and the terminal breaks its lines.
 
     Args:
         head: heading of every column.
         rows: cells, with rich's markup.
-        words: how many of the first columns are text, the others being numbers that are aligned right.
-        wraps: the column of text that wraps in the room that is left; the cells of others stay in one piece.
+        words: number of leading text columns; the others are numbers, aligned right.
+        wraps: index of the text column that wraps in the remaining width; cells of the others do not wrap.
         gap: spaces between columns.
     """
     shown = [i for i in range(len(head)) if any(row[i] for row in rows)]
@@ -129,26 +129,26 @@ def print_table(
 
 
 class StageDisplay:
-    """Shows the stage at work, about how many seconds of it are left, and as a bar how much of all the work is done; a
-    :class:`attnforge.progress.Progress`, and a function of a stage's name for work whose stages nobody counts."""
+    """Shows the current stage, an estimate of its remaining seconds, and a bar of all the work done; a
+    :class:`attnforge.progress.Progress`, and callable with a stage's name for work without counted stages."""
 
     def __init__(self, bar: RichProgress | None) -> None:
         self._bar = bar
         self._task = None if bar is None else bar.add_task("", total=None, step="")
-        self._before, self._begun = 0, time.perf_counter()
+        self._before, self._start = 0, time.perf_counter()
 
     def __call__(self, name: str) -> None:
         self._show(f"{name} …", step="")
 
     def stage(self, name: str, number: int, total: int) -> None:
-        self._before, self._begun = number - 1, time.perf_counter()
+        self._before, self._start = number - 1, time.perf_counter()
         self._show(f"{number}/{total} {name}", step="", completed=self._before, total=total)
 
     def step(self, what: str, done: float, total: float | None) -> None:
         if total is None:
             self._show(step=what)
             return
-        left = (time.perf_counter() - self._begun) * (total - done) / done if done else 0.0
+        left = (time.perf_counter() - self._start) * (total - done) / done if done else 0.0
         text = f"{what}, {left:.0f} s left" if left >= 1 else what
         self._show(step=text, completed=self._before + done / max(total, 1))
 
@@ -162,9 +162,9 @@ class StageDisplay:
 
 @contextmanager
 def stages_shown(quiet: bool) -> Iterator[StageDisplay]:
-    """Show stages on standard error where it is a terminal; nothing elsewhere, or if quiet.
+    """Show stages on standard error if it is a terminal and `quiet` is False.
 
-    The display keeps the stream that is standard error now: deploy redirects `sys.stderr` while it exports.
+    The display keeps the current standard error: deploy redirects `sys.stderr` while it exports.
     """
     console = Console(file=sys.stderr, highlight=False)
     if quiet or not console.is_terminal:

@@ -1,10 +1,10 @@
 """Attention maps: how much each query attends to each key, in float64, in eager and in the deployed model.
 
-The maps of float64 and of eager come from the bundle's canonical graph with its attention written out as products: the
-graph runs in double, and with every result rounded to the bundle's precision. The deployed maps come from the ONNX
-Runtime model: where a site is plain products they are the output of its Softmax; a fused operator never holds them, so
-they are those of the operator written out in double, on the inputs that it is given. A mistake in how a site was
-lowered shows in them, a mistake inside a fused kernel does not. Imports no torch.
+The float64 and eager maps come from the bundle's canonical graph with its attention decomposed into products: the graph
+runs in double, and with every result rounded to the bundle's precision. The deployed maps come from the ONNX Runtime
+model: if a site is plain products, they are the output of its Softmax; a fused operator never materialises them, so it
+is decomposed in double and run on the inputs that it receives. The maps show a mistake in how a site was lowered, but
+not one inside a fused kernel. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from attnforge.runtime.parity.verify import stored_inputs
 
 TARGET = "onnxruntime"
 FORMS = ("Softmax", "MultiHeadAttention", "Attention", "GroupQueryAttention")
-"""How the name of the node ends that a site was lowered to, after the name of the site."""
+"""Suffixes of the name of the node that a site was lowered to, after the site's name."""
 
 MOST_SCORES, MOST_IN_ALL = 2**25, 2**26
-"""How many numbers the maps of one sample may have: those of one site (256 MiB in float64), and of all sites."""
+"""Maximum number of weights in the maps of one sample, for one site (256 MiB in float64) and for all sites."""
 
 
 @dataclass(frozen=True)
 class SiteMaps:
-    """The attention maps of one site, of the first sample: three arrays (heads, queries, keys), each row summing to
-    one, or all zeros where a query may attend to nothing.
+    """The attention maps of one site for the first sample: three arrays (heads, queries, keys). Each row sums to one,
+    or is all zeros if it is fully masked.
 
     Attributes:
         site: name of the site.
-        form: what the site was lowered to.
-        is_held: whether `deployed` is what the model itself computed; else it follows from the inputs of the fused
+        form: form that the site was lowered to.
+        is_held: whether `deployed` was computed by the model itself; else it is computed from the inputs of the fused
             operator.
-        samples: how many samples the site attends in, each apart: a batch, or the windows of all its images.
-        exact: float64, of the numbers that the graph holds: the scale is fp32 in ONNX. None where the graph cannot be
-            computed so.
+        samples: number of samples that the site processes independently: a batch, or the windows of all its images.
+        exact: float64, with the graph's own constants: the scale is fp32 in ONNX. None if the graph cannot be computed
+            in double.
         eager: float32, with every step rounded to the bundle's precision.
-        deployed: float32 where `is_held`, else float64.
+        deployed: float32 if `is_held`, else float64.
     """
 
     site: str
@@ -71,14 +71,14 @@ class SiteMaps:
 
 @dataclass
 class AttentionMaps:
-    """The maps of every site that can be looked at, on one case. Iterating gives one :class:`SiteMaps` after another,
-    in the order of the graph, whose arrays are computed as they are asked for.
+    """The maps of every site that can be shown, on one case. Iteration yields :class:`SiteMaps` in the order of the
+    graph, each computed when it is reached.
 
     Attributes:
-        case: whose inputs the model was given.
-        inputs: by name.
+        case: the reference case.
+        inputs: its inputs, by name.
         left_out: why a site has no maps, by site.
-        no_exact: why there are no maps in float64; None where there are.
+        no_exact: why there are no maps in float64; None if there are.
     """
 
     case: Case
@@ -92,11 +92,11 @@ class AttentionMaps:
 
 
 def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
-    """Run the canonical graph and the deployed ONNX Runtime model on one case, and look at every attention site.
+    """Run the canonical graph and the deployed ONNX Runtime model on one case, and collect the attention maps.
 
     Args:
-        bundle: deployed for ONNX Runtime; without that every site is left out.
-        case: whose inputs to run; by default the first of real data, else the example.
+        bundle: a bundle; without an ONNX Runtime model every site is left out.
+        case: case to run; by default the first of real data, else the example.
     """
     manifest = bundle.manifest
     case = case or _usual(manifest)
@@ -112,7 +112,7 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
     operands = list(dict.fromkeys(name for site in written.values() for name in site.operands))
     try:
         eager = at_own_precision(model, operands)(inputs)
-    except Exception as error:  # ONNX Runtime's are of many kinds
+    except Exception as error:  # ONNX Runtime raises many types
         maps.left_out |= dict.fromkeys(canonical, f"ONNX Runtime cannot run the canonical graph: {first_line(error)}")
         return maps
     exact: Tensors | None = None
@@ -129,7 +129,7 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
     for name in chosen:
         if name not in deployed:
             in_parts = "first queries" in canonical[name].targets[TARGET].form
-            why = "its first queries are computed apart" if in_parts else "its node is not in the deployed model"
+            why = "its first queries are computed separately" if in_parts else "its node is not in the deployed model"
             maps.left_out[name] = why
             continue
         site, form = written[name], canonical[name].targets[TARGET].form
@@ -139,16 +139,16 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
 
 
 def _why_left_out(site: SiteRecord, manifest: Manifest) -> str | None:
-    """Why there are no maps of a site, by what the manifest says of it; None where there may be."""
+    """Return why a site has no maps, by its record in the manifest; None if it may have some."""
     if not site.canonical:
-        return f"it was left as it is written: {site.reason or 'it was not understood as attention'}"
+        return f"it was left unchanged: {site.reason or 'it was not recognised as attention'}"
     if TARGET not in manifest.targets:
-        return "the bundle has no ONNX Runtime model, and a TensorRT plan does not show what it computes inside"
+        return "the bundle has no ONNX Runtime model, and a TensorRT plan does not expose its intermediate results"
     if TARGET not in site.targets:
-        return "the manifest does not say what it became for ONNX Runtime"
+        return "the manifest does not say how it was lowered for ONNX Runtime"
     in_int8 = manifest.quantised is not None and site.site in manifest.quantised.caches
     if in_int8 and "GroupQueryAttention" in site.targets[TARGET].form:
-        return "the kernel rounds its keys to int8, which maps of what the kernel is given do not show"
+        return "the kernel rounds its keys to int8, which maps computed from its inputs do not show"
     return None
 
 
@@ -161,39 +161,39 @@ def _site_maps(
     eager: Tensors,
     deployed: Array | Callable[[], Array],
 ) -> SiteMaps:
-    """The maps of a site.
+    """Compute the maps of a site.
 
     Args:
         exact, eager: operands of the first sample, in float64 and at the bundle's precision.
-        deployed: the map that the model holds, or what computes it.
+        deployed: the map that the model computed, or a function that computes it.
     """
     is_held = isinstance(deployed, np.ndarray)
-    held = deployed if isinstance(deployed, np.ndarray) else deployed()
+    deployed_map = deployed if isinstance(deployed, np.ndarray) else deployed()
     eager_map = site.map(at_own_precision, eager)
     exact_map = site.map(_exactly, exact) if exact is not None else None
-    silent = ~eager_map.any(axis=-1, keepdims=True)
-    held = np.where(silent & np.isnan(held), 0, held)  # a bare softmax has NaN there, as meant
-    return SiteMaps(name, form, is_held, samples, exact_map, eager_map, held)
+    masked = ~eager_map.any(axis=-1, keepdims=True)  # fully masked rows, which are NaN in a plain softmax
+    deployed_map = np.where(masked & np.isnan(deployed_map), 0, deployed_map)
+    return SiteMaps(name, form, is_held, samples, exact_map, eager_map, deployed_map)
 
 
 def _usual(manifest: Manifest) -> Case:
-    """The first case of real data, else the example, else the first; of a bundle without any, normal inputs."""
+    """Return the first case of real data, else the example, else the first; without cases, normal inputs."""
     cases = manifest.cases or [case for case in reference.cases(manifest.inputs) if case.kind == "normal"]
     of_kinds = (case for kind in ("data", "example") for case in cases if case.kind == kind)
     return next(of_kinds, cases[0])
 
 
 def _within_limits(sizes: Mapping[str, tuple[int, int, int]], left_out: dict[str, str]) -> list[str]:
-    """The sites whose maps are not too large; `left_out` is told why the others are not shown."""
+    """Return the sites whose maps are not too large; `left_out` receives the reasons for the others."""
     chosen, total = [], 0
     for site, (heads, queries, keys) in sizes.items():
         count = heads * queries * keys
         if count > MOST_SCORES:
             left_out[site] = (
-                f"its weights are {heads} × {queries} × {keys}, more than the {MOST_SCORES / 1e6:.0f} million looked at"
+                f"its weights are {heads} × {queries} × {keys}, more than the limit of {MOST_SCORES / 1e6:.0f} million"
             )
         elif total + count > MOST_IN_ALL:
-            left_out[site] = f"the sites before it have {total / 1e6:.0f} million weights already, enough for one look"
+            left_out[site] = f"the sites before it have {total / 1e6:.0f} million weights, which nearly is the limit"
         else:
             total += count
             chosen.append(site)
@@ -205,13 +205,13 @@ def _within_limits(sizes: Mapping[str, tuple[int, int, int]], left_out: dict[str
 
 @dataclass(frozen=True)
 class WrittenSite:
-    """A canonical site written out as products, a graph of its own.
+    """A canonical site decomposed into products, as a separate graph.
 
     Attributes:
-        model: from the operands to the scores and the map.
-        scores: name of the input of the softmax.
-        softmax: name of the map, at the type of the products.
-        operands: names of what the graph takes: query (B, H, n_q, d), key (B, H, d, n_k), and what masks.
+        model: graph from the operands to the scores and the map.
+        scores: name of the softmax's input.
+        softmax: name of the map, in the type of the products.
+        operands: names of the graph's inputs: query (B, H, n_q, d), key (B, H, d, n_k), and masks.
     """
 
     model: ir.Model
@@ -223,19 +223,19 @@ class WrittenSite:
         return len(tensors[self.operands[0]])
 
     def sizes(self, tensors: Tensors) -> tuple[int, int, int]:
-        """Heads, queries and keys."""
+        """Return the numbers of heads, queries and keys."""
         query, key = (tensors[name] for name in self.operands[:2])
         return query.shape[1], query.shape[2], key.shape[3]
 
     def first_sample(self, tensors: Tensors) -> Tensors:
-        """The operands among `tensors`, of the first sample."""
+        """Return the operands of the first sample."""
         return {name: tensors[name][:1] if tensors[name].ndim == 4 else tensors[name] for name in self.operands}
 
     def map(self, run: Callable[..., Runner], operands: Tensors) -> Array:
-        """The map (H, n_q, n_k) of one sample, zeros where a query may attend to nothing."""
+        """Return the map (H, n_q, n_k) of one sample, with zeros in fully masked rows."""
         tensors = run(self.model)(operands)
-        silent = (tensors[self.scores] == -np.inf).all(axis=-1, keepdims=True)
-        return np.asarray(np.where(silent, 0, tensors[self.softmax])[0])
+        masked = (tensors[self.scores] == -np.inf).all(axis=-1, keepdims=True)
+        return np.asarray(np.where(masked, 0, tensors[self.softmax])[0])
 
 
 def _exactly(model: ir.Model, names: list[str] | None = None) -> Runner:
@@ -258,7 +258,7 @@ def _written_sites(model: ir.Model, names: list[str]) -> dict[str, WrittenSite]:
     together = part_of(model, outputs, {name for _, _, operands in sites.values() for name in operands})
     for value in values_of(together).values():
         if not value.is_initializer():
-            value.shape = None  # it runs on one sample, whatever batch the model is fixed to
+            value.shape = None  # it runs on one sample, even if the model has a fixed batch size
     return {
         name: WrittenSite(part_of(together, [scores, result], operands), scores, result, operands)
         for name, (scores, result, operands) in sites.items()
@@ -277,12 +277,12 @@ def _producer(value: ir.Value) -> ir.Node:
 def _deployed(
     bundle: Bundle, sites: Mapping[str, WrittenSite], eager: Tensors, inputs: Mapping[str, Array]
 ) -> dict[str, Array | Callable[[], Array]]:
-    """Of every site that the deployed model has, the map of its first sample, or what computes it."""
+    """Return, for every site in the deployed model, the map of its first sample or a function that computes it."""
     model = whole_graph(bundle, bundle.manifest.targets[TARGET].model)
     turn_before_attention(model)
     nodes = {node.name: node for node in model.graph}
     held: dict[str, str] = {}
-    fused: dict[str, list[ir.Node]] = {}  # one for all heads, or one a head
+    fused: dict[str, list[ir.Node]] = {}  # one node for all heads, or one per head
     for site in sites:
         node = next((nodes[name] for form in FORMS if (name := f"{site}/{form}") in nodes), None)
         if node is not None and node.op_type == "Softmax":
@@ -292,11 +292,11 @@ def _deployed(
             further = itertools.takewhile(nodes.__contains__, (f"{node.name}_{i}" for i in itertools.count(1)))
             fused[site] = [node, *(nodes[name] for name in further)]
     operators = {site: [FusedOperator.of(model, node) for node in heads] for site, heads in fused.items()}
-    names = [*held.values(), *(name for some in operators.values() for one in some for name in one.inputs)]
+    names = [*held.values(), *(name for heads in operators.values() for operator in heads for name in operator.inputs)]
     tensors = as_it_is(model, names, optimised=True)(inputs) if names else {}
     maps: dict[str, Array | Callable[[], Array]] = {site: tensors[name][0] for site, name in held.items()}
-    for site, some in operators.items():
-        maps[site] = partial(_map_of, some, tensors, sites[site].samples(eager), sites[site].sizes(eager))
+    for site, heads in operators.items():
+        maps[site] = partial(_map_of, heads, tensors, sites[site].samples(eager), sites[site].sizes(eager))
     return maps
 
 
@@ -309,14 +309,14 @@ def _first_sample(op: Builder, softmax: ir.Node) -> ir.Value:
 
 @dataclass(frozen=True)
 class FusedOperator:
-    """The weights of a fused operator in float64, a graph of its own.
+    """A separate graph that computes the weights of a fused operator in float64.
 
     Attributes:
-        model: from the inputs of the operator to its weights, `(samples, heads, n_q, n_k)`.
-        inputs: the names of its inputs.
-        query: the name of its query.
-        without_batch: the names of masks that have no dim for samples.
-        band: of an operator whose samples are blocks of tokens.
+        model: graph from the operator's inputs to its weights, `(samples, heads, n_q, n_k)`.
+        inputs: names of the inputs.
+        query: name of the query.
+        without_batch: names of masks without a dim for samples.
+        band: band of an operator whose samples are blocks of tokens; else None.
     """
 
     model: ir.Model
@@ -327,23 +327,23 @@ class FusedOperator:
 
     @classmethod
     def of(cls, model: ir.Model, node: ir.Node) -> FusedOperator:
-        """The operator `node` of `model`."""
+        """Build the graph for the operator `node` of `model`."""
         given = [str(v.name) for v in node.inputs if v is not None and ir.convenience.get_const_tensor(v) is None]
         double = part_of(model, [str(node.outputs[0].name)], given)
         is_capped = node.op_type == "Attention" and bool(node.attributes.get_float("softcap", 0.0))
         mask = optional_input(node, 3) if is_capped else None
-        if mask is not None:  # added behind the cap, which `to_double` leaves open
-            (inner,) = (one for one in double.graph if one.name == node.name)
+        if mask is not None:  # added after the cap; `to_double` leaves that order open
+            (inner,) = (inside for inside in double.graph if inside.name == node.name)
             mask = inner.inputs[3]
             inner.replace_input_with(3, None)
         to_double(double)
-        (softmax,) = (one for one in double.graph if one.op_type == "Softmax")
+        (softmax,) = (inside for inside in double.graph if inside.op_type == "Softmax")
         if mask is not None:
             softmax.replace_input_with(0, insert(double.graph, softmax, partial(_masked, input_of(softmax), mask)))
         weights = part_of(double, [str(softmax.outputs[0].name)])
         for value in values_of(weights).values():
             if not value.is_initializer():
-                value.shape = None  # it runs on one sample, whatever batch the model is fixed to
+                value.shape = None  # it runs on one sample, even if the model has a fixed batch size
         flat = [
             str(v.name) for v in node.inputs[3:] if v is not None and v.shape is not None and len(v.shape) in (2, 3)
         ]
@@ -351,7 +351,7 @@ class FusedOperator:
         return cls(weights, inputs, str(input_of(node).name), flat, band_of(node))
 
     def weights(self, tensors: Tensors, samples: int) -> Array:
-        """The weights of the first of the model's samples, of which the operator may have several for each."""
+        """Return the weights for the model's first sample, which may be several samples of the operator."""
         batch = len(tensors[self.query])
         first = {
             name: tensors[name][: batch // samples]
@@ -360,7 +360,7 @@ class FusedOperator:
             for name in self.inputs
         }
         for value in self.model.graph.inputs:
-            if value.dtype is None:  # of what a lowering computes of sizes
+            if value.dtype is None:  # a value that a lowering computes from sizes
                 value.dtype = ir.DataType.from_numpy(first[str(value.name)].dtype)
         (weights,) = as_it_is(self.model)(first).values()
         return weights
@@ -373,12 +373,12 @@ def _masked(scores: ir.Value, mask: ir.Value, op: Builder) -> ir.Value:
 
 
 def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, sizes: tuple[int, int, int]) -> Array:
-    """The map of a site that one operator computes for all heads, or one for each."""
+    """Return the map of a site from one operator for all heads, or one per head."""
     parts = [operator.weights(tensors, samples) for operator in operators]
     if (band := operators[0].band) is not None:
         return of_all_pairs(parts[0], band, sizes[1])
     maps = np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
-    return maps[..., : sizes[2]]  # a cache has further slots, which no query sees
+    return maps[..., : sizes[2]]  # a cache has more slots, which no query sees
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -386,8 +386,8 @@ def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, size
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """How the keys of a site lie on an image: `rows` × `columns` squares of `side` pixels, row by row, after `extra`
-    keys that are none (a class token)."""
+    """Arrangement of a site's keys on an image: `rows` × `columns` squares of `side` pixels, row by row, after `extra`
+    keys that are not patches (a class token)."""
 
     rows: int
     columns: int
@@ -396,8 +396,8 @@ class PatchGrid:
 
 
 def patch_grid(height: int, width: int, keys: int) -> PatchGrid | None:
-    """The grid of square patches that `keys` keys are of an image, with or without one class token before them; None
-    where there is no such grid."""
+    """Return the grid of square patches of an image that corresponds to `keys` keys, with or without a class token
+    before them; None if there is no such grid."""
     for extra in (0, 1):
         patches = keys - extra
         if patches < 4 or height * width % patches:

@@ -1,5 +1,5 @@
-"""The part of a verification's page that shows what attention looks at: maps of eager, of the deployed model and of
-their difference, and over an image where the keys are patches of one."""
+"""The attention section of a verification page: maps of eager, of the deployed model and of their difference, also over
+the image if the keys are its patches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, 
 from attnforge.report.charts import Picture
 
 MOST_DRAWN = 4
-"""How many sites have maps."""
+"""Maximum number of sites with drawn maps."""
 
 
 @dataclass(frozen=True)
 class Maps:
-    """Pictures of eager, of the deployed model and of the difference, side by side."""
+    """Pictures of the maps of eager and of the deployed model, and of their difference."""
 
     label: str
     eager: Picture
@@ -31,12 +31,12 @@ class Maps:
 
 @dataclass(frozen=True)
 class MapsOnImage(Maps):
-    """What one query attends to, over the image.
+    """Attention of one query, drawn over the image.
 
     Attributes:
         image: the image alone.
         is_marked: whether the query is a patch, which the pictures mark.
-        after_token: whether the keys begin with a token that is no patch.
+        after_token: whether the keys begin with a token that is not a patch.
     """
 
     image: Picture
@@ -46,13 +46,13 @@ class MapsOnImage(Maps):
 
 @dataclass(frozen=True)
 class MeasuredSite:
-    """How far a site's weights are off, over all heads, queries and keys of the first sample.
+    """Errors of a site's weights, over all heads, queries and keys of the first sample.
 
     Attributes:
-        samples: how many the site attends in.
-        deployed_off, eager_off: the most that a weight differs from float64's; without float64, `deployed_off` is from
-            eager's and `eager_off` is None.
-        not_finite: how many of the deployed weights are not finite.
+        samples: number of samples that the site processes independently.
+        deployed_off, eager_off: largest difference of a weight from float64; without float64, `deployed_off` is
+            relative to eager and `eager_off` is None.
+        not_finite: number of deployed weights that are not finite.
     """
 
     name: str
@@ -73,7 +73,7 @@ class MeasuredSite:
 
 @dataclass(frozen=True)
 class DrawnSite:
-    """A site with maps of its heads, and over the image where its keys are patches of one."""
+    """A site with maps of its heads, and over the image if its keys are patches."""
 
     site: MeasuredSite
     heads: list[Maps]
@@ -81,7 +81,7 @@ class DrawnSite:
 
 
 def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[MeasuredSite], list[DrawnSite]]:
-    """Every site measured; and maps of the sites that are furthest off, the first and the last."""
+    """Measure every site, and draw maps of the least accurate sites, the first and the last."""
     sites = [_measure(site_maps) for site_maps in maps]
     by_distance = sorted(sites, key=lambda site: (site.not_finite, site.deployed_off), reverse=True)
     order = [*by_distance[: MOST_DRAWN - 2], *sites[:1], *sites[-1:], *by_distance]
@@ -134,7 +134,7 @@ def _draw_maps(label: str, site: str, eager: Array, deployed: Array) -> Maps:
 
 
 def _largest_by_head(difference: Array) -> Array:
-    """The largest finite number of every head, without its sign."""
+    """Return the largest finite magnitude per head."""
     sizes = np.nan_to_num(np.abs(difference), nan=0, posinf=0)
     return np.asarray(sizes.reshape(len(difference), -1).max(axis=-1, initial=0))
 
@@ -147,8 +147,8 @@ def _largest(*arrays: Array) -> float:
 
 
 def _images(manifest: Manifest, inputs: Mapping[str, Array]) -> tuple[int, Array] | None:
-    """How many images the model was given, and the first, (height, width, channels) from 0 to 1; None where the model
-    takes no images."""
+    """Return the number of input images and the first, (height, width, channels) from 0 to 1; None if the model takes
+    no images."""
     for spec in manifest.inputs:
         array = inputs[spec.name]
         if len(spec.dims) == 4 and spec.dims[1] in (1, 3) and is_floating(array) and array.size:
@@ -164,7 +164,7 @@ def _images(manifest: Manifest, inputs: Mapping[str, Array]) -> tuple[int, Array
 def _draw_on_image(
     maps: SiteMaps, images: tuple[int, Array] | None, eager: Array, deployed: Array
 ) -> MapsOnImage | None:
-    """What one query attends to, the mean of all heads, drawn over the image; None where keys are no patches of it."""
+    """Draw the attention of one query, averaged over heads, over the image; None if the keys are not its patches."""
     if images is None or maps.samples != images[0]:
         return None
     pixels = images[1]
@@ -198,7 +198,7 @@ def _draw_on_image(
 
 
 def _query(grid: PatchGrid, queries: int) -> tuple[int, tuple[int, int, int] | None, str]:
-    """Which query to draw, where it lies on the image (row, column and side in pixels), and what to call it."""
+    """Return the index of the query to draw, its square on the image (row, column, side in pixels), and its name."""
     if queries == 1:
         return 0, None, "the one query"
     if grid.extra:

@@ -1,7 +1,7 @@
-"""What all charts share: matplotlib's style, figures as pictures of a page, legends, and axes with few plain ticks.
+"""Shared parts of all charts: matplotlib's style, figures embedded in pages, legends, and axes with few plain ticks.
 
-A picture is an SVG or PNG in a data URI, with a text for readers who do not see it. matplotlib draws through its object
-interface; it is imported with the first picture.
+A picture is an SVG or PNG in a data URI, with alternative text. matplotlib is used through its object interface and
+imported with the first picture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#c96a00", "#444444", "#c0202c"
-"""Ours or the deployed model; peers or eager; budgets and limits; failures."""
+"""Colours of: our backends or the deployed model; peers or eager; budgets and limits; failures."""
 
 STYLE: Any = {
     "font.size": 11,
@@ -37,12 +37,12 @@ STYLE: Any = {
     "svg.hashsalt": "attnforge",
 }
 WIDTH = 5.6
-"""Inches of a chart: a telephone shows it at two thirds of that, where it has to stay legible."""
+"""Width of a chart in inches: it must stay legible at two thirds of that, on a phone."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture for an `<img>`: its data URI, its size in CSS pixels, and what it says in words."""
+    """A picture for an `<img>`: its data URI, its size in CSS pixels, and its alternative text."""
 
     src: str
     width: int
@@ -51,13 +51,13 @@ class Picture:
 
 
 def literal(text: str) -> str:
-    """`text` as it is: matplotlib would begin a formula at a dollar sign."""
+    """Escape dollar signs, at which matplotlib would begin a formula."""
     return text.replace("$", r"\$")
 
 
 @contextmanager
 def drawing(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Iterator[Figure]:
-    """A figure of `width` by `height` inches, in this project's style as long as the block draws on it."""
+    """A figure of `width` by `height` inches, drawn in this project's style inside the block."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -66,7 +66,7 @@ def drawing(width: float, height: float, layout: Literal["constrained"] | None =
 
 
 def embedded(figure: Figure, kind: Literal["svg", "png"], alt: str, dpi: int = 96) -> Picture:
-    """A figure as a picture: the same bytes for the same figure."""
+    """Convert a figure to a picture; equal figures give equal bytes."""
     stream = io.BytesIO()
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
     figure.savefig(stream, format=kind, dpi=dpi, metadata=metadata)
@@ -77,7 +77,7 @@ def embedded(figure: Figure, kind: Literal["svg", "png"], alt: str, dpi: int = 9
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], most: int = 6) -> None:
-    """A legend above the axes: in one row, or in as many columns as its longest label leaves room for."""
+    """Add a legend above the axes: in one row, or in as many columns as fit its longest label."""
     labels = [re.sub(r"[$^{}\\]", "", str(handle.get_label())).split("\n")[0] for handle in handles]
     longest = max(map(len, labels), default=0)
     fits_in_a_row = sum(len(label) + 5 for label in labels) <= 72
@@ -95,19 +95,19 @@ def legend_above(figure: Figure, handles: Sequence[Any], most: int = 6) -> None:
 
 
 def ticks_apart(sizes: Sequence[int], logarithmic: bool) -> list[int]:
-    """Some of `sizes`, far enough from one another for their labels; the smallest and the largest among them."""
-    place = np.log if logarithmic else np.asarray
+    """Select sizes that are far enough apart for their labels, including the smallest and the largest."""
+    position = np.log if logarithmic else np.asarray
     known = sorted(set(sizes))
-    room = 0.16 * float(place(known[-1]) - place(known[0]))
+    room = 0.16 * float(position(known[-1]) - position(known[0]))
     kept = known[:1]
     for size in known[1:-1]:
-        if min(place(size) - place(kept[-1]), place(known[-1]) - place(size)) >= room:
+        if min(position(size) - position(kept[-1]), position(known[-1]) - position(size)) >= room:
             kept.append(size)
     return kept + known[1:][-1:]
 
 
 def logarithmic_ticks(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 of every decade, or fewer where there are many decades; numbers without powers of ten."""
+    """Set ticks at 1, 2 and 5 of every decade, or fewer over many decades; labels without powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()

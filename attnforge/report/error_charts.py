@@ -1,4 +1,4 @@
-"""Charts of a verification's errors: of single numbers, and of cases. The backend is blue, eager orange."""
+"""Charts of a verification's errors: by element, and by case. The backend is blue, eager orange."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 OVER = "FAILED: over budget"
 
 LARGEST = 1e30
-"""What lies beyond is drawn at the edge: matplotlib's axes have no room for all numbers that a float holds."""
+"""Larger errors are drawn at the edge, because matplotlib's axes do not cover the whole range of floats."""
 
 
 def histogram(
     backend: str, errors: Sequence[int], eager_errors: Sequence[int], allowed: tuple[float, float] | None, alt: str
 ) -> Picture:
-    """How many numbers of an output are off by how much, the backend's beside eager's.
+    """Draw a histogram of an output's errors by element, the backend's and eager's.
 
     Args:
-        backend: its name.
+        backend: name of the backend.
         errors: counts in the bins of :mod:`attnforge.runtime.parity.comparison`.
-        eager_errors: the same of eager.
-        allowed: the least and the most that one number may be off in any case, in the unit of the bins.
-        alt: what the picture says.
+        eager_errors: the same for eager.
+        allowed: smallest and largest error allowed for one element over the cases, in the unit of the bins.
+        alt: alternative text.
     """
     counts, eager = np.asarray(errors), np.asarray(eager_errors)
     inside = np.flatnonzero((counts + eager)[1:]) + 1
-    ends = [*(int(i) for i in inside), *(min(max(math.floor(_place(a)), 1), BINS - 1) for a in allowed or ())] or [
+    ends = [*(int(i) for i in inside), *(min(max(math.floor(_position(a)), 1), BINS - 1) for a in allowed or ())] or [
         BINS // 2
     ]
     first, last = max(min(ends) - 1, 1), max(ends) + 1
@@ -54,50 +54,50 @@ def histogram(
     backend = literal(backend)
     with drawing(WIDTH, 3.5) as figure:
         axes = figure.subplots()
-        places = np.arange(first, last)
-        axes.bar(places + 0.5, counts[first:last], 0.92, color=BLUE, alpha=0.75, label=backend)
+        bins = np.arange(first, last)
+        axes.bar(bins + 0.5, counts[first:last], 0.92, color=BLUE, alpha=0.75, label=backend)
         axes.stairs(eager[first:last], np.arange(first, last + 1), color=ORANGE, linewidth=2, label="eager")
         has_exact = bool(counts[0] or eager[0])
         if has_exact:
             axes.bar([exact], counts[:1], 0.92, color=BLUE, alpha=0.75)
             axes.stairs(eager[:1], [exact - 0.5, exact + 0.5], color=ORANGE, linewidth=2)
         if allowed is not None:
-            low, high = (_place(a) for a in allowed)
+            low, high = (_position(a) for a in allowed)
             if high - low < 0.1:
                 axes.axvline(high, color=GREY, linestyle="--", label="allowed for one number")
             else:
                 axes.axvspan(low, high, color=GREY, alpha=0.12, label="allowed for one number,\nby the case")
         ticks = [*([(exact, "none")] if has_exact else []), *_decade_ticks(first, last)]
-        axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
+        axes.set_xticks([position for position, _ in ticks], [text for _, text in ticks])
         axes.set_xlim(exact - 0.7 if has_exact else first - 0.2, last + 0.2)
         axes.set_yscale("log")
         axes.set_ylim(0.6, 3 * max(1, int(counts.max(initial=1)), int(eager.max(initial=1))))
-        axes.set_xlabel("how far off one number is, as a share of the largest")
-        axes.set_ylabel("how many numbers")
+        axes.set_xlabel("error of one number, as a share of the largest")
+        axes.set_ylabel("count")
         _legend(figure, axes, [backend, "eager"])
         return embedded(figure, "svg", alt)
 
 
 def _decade_ticks(first: int, last: int) -> list[tuple[float, str]]:
-    """Bins at which a power of ten begins, at most nine of them, and how an axis names it."""
+    """Return the bins at which a power of ten begins, at most nine of them, with their labels."""
     decades = [i for i in range(first, last + 1) if i % BINS_A_DECADE == 0]
     decades = decades[:: 1 + len(decades) // 8]
     return [(float(i), f"$10^{{{LEAST_DECADE + i // BINS_A_DECADE}}}$") for i in decades]
 
 
 def _legend(figure: Figure, axes: Axes, first: Sequence[str]) -> None:
-    """A legend above the axes, these labels first."""
+    """Add a legend above the axes, with these labels first."""
     handles, _ = axes.get_legend_handles_labels()
     order = [*first, *(str(handle.get_label()) for handle in handles)]
     legend_above(figure, sorted(handles, key=lambda handle: order.index(str(handle.get_label()))))
 
 
-def _place(error: float) -> float:
+def _position(error: float) -> float:
     return float((np.log10(np.clip(error, 10.0**LEAST_DECADE, LARGEST)) - LEAST_DECADE) * BINS_A_DECADE)
 
 
 def by_case(backend: str, cases: Sequence[Comparison], alt: str) -> Picture:
-    """One row a case: the backend's error, eager's, and the budget as the end of a bar."""
+    """Draw one row per case: the backend's error, eager's, and the budget as the end of a bar."""
     backend = literal(backend)
     numbers = [n for c in cases for n in (c.error, c.eager_error, c.budget) if 0 < n < LARGEST] or [1e-7]
     least, most = 10.0 ** np.floor(np.log10(min(numbers)) - 0.2), 10.0 ** np.ceil(np.log10(max(numbers)) + 0.02)
@@ -107,13 +107,13 @@ def by_case(backend: str, cases: Sequence[Comparison], alt: str) -> Picture:
         axes = figure.subplots()
         axes.barh(rows, budgets - least, 0.7, left=least, color="#e9e9e9")
         axes.scatter(budgets, rows, s=90, color=GREY, marker="|", linewidths=2, label="budget")
-        place: dict[str, Any] = {"clip_on": False, "zorder": 3}  # what is zero is drawn at the axis
-        axes.scatter(eager, rows, s=46, facecolors="none", edgecolors=ORANGE, linewidths=1.6, label="eager", **place)
+        on_axis: dict[str, Any] = {"clip_on": False, "zorder": 3}  # errors of zero are drawn on the axis
+        axes.scatter(eager, rows, s=46, facecolors="none", edgecolors=ORANGE, linewidths=1.6, label="eager", **on_axis)
         for label, color, marker, size, passed in ((backend, BLUE, "o", 26, True), (OVER, RED, "X", 60, False)):
             drawn = [i for i, c in enumerate(cases) if c.passed == passed]
             if drawn:
                 errors = np.clip([cases[i].error for i in drawn], least, most)
-                axes.scatter(errors, drawn, s=size, color=color, marker=marker, label=label, **place)
+                axes.scatter(errors, drawn, s=size, color=color, marker=marker, label=label, **on_axis)
         axes.set_yticks(rows, [literal(c.where) for c in cases])
         for tick, comparison in zip(axes.get_yticklabels(), cases, strict=True):
             if not comparison.passed:

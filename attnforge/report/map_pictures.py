@@ -1,4 +1,4 @@
-"""Pictures of attention: maps of queries and keys, and the attention of one query over an image."""
+"""Pictures of attention: maps over queries and keys, and the attention of one query over an image."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_CELLS = 512
-"""Rows or columns of a map: beyond them several are drawn as one."""
+"""Maximum number of rows or columns of a map; more are pooled."""
 
 
 def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Picture:
-    """A map of (queries, keys), from 0 to `top`, or from −`top` to `top` where it is a difference."""
+    """Draw a map (queries, keys), with colours from 0 to `top`, or from −`top` to `top` for a difference."""
     from matplotlib.ticker import MaxNLocator
 
     with drawing(3.5, 2.9, layout=None) as figure:
@@ -29,7 +29,7 @@ def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Pi
         ends = (-top if difference else 0.0, top)
         colours, aspect = "RdBu_r" if difference else "viridis", "equal" if 0.4 < ratio < 2.5 else "auto"
         shown = _show(axes, pooled(values, extreme=difference), ends, values.shape, cmap=colours, aspect=aspect)
-        axes.set_facecolor("#bbbbbb")  # what is not finite
+        axes.set_facecolor("#bbbbbb")  # shows elements that are not finite
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
         axes.set_xlabel("key")
@@ -39,7 +39,7 @@ def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Pi
 
 
 def photograph(image: Array, alt: str, query: tuple[int, int, int] | None = None) -> Picture:
-    """The image (height, width, channels) itself; `query` is row, column and side of a square to mark."""
+    """Draw the image (height, width, channels); `query` is row, column and side of a square to mark."""
     with drawing(3.5, 2.9, layout=None) as figure:
         _show_image(figure, image, query)
         return embedded(figure, "png", alt, dpi=144)
@@ -53,7 +53,7 @@ def overlay(
     query: tuple[int, int, int] | None = None,
     difference: bool = False,
 ) -> Picture:
-    """Weights (rows, columns), or a difference of two, over the image that they are of; colours span `ends`."""
+    """Draw weights (rows, columns), or their difference, over the image; colours span `ends`."""
     with drawing(3.5, 2.9, layout=None) as figure:
         axes = _show_image(figure, image.mean(axis=-1, keepdims=True), query)
         shown = _show(axes, grid, ends, image.shape, cmap="RdBu_r" if difference else "inferno", alpha=0.65)
@@ -62,8 +62,8 @@ def overlay(
 
 
 def pooled(values: Array, extreme: bool = False) -> Array:
-    """`values` with at most :data:`MOST_CELLS` rows and columns: means of blocks, or where `extreme` the number of each
-    block that is furthest from zero."""
+    """Pool `values` to at most :data:`MOST_CELLS` rows and columns: means of blocks, or with `extreme` the element of
+    each block furthest from zero."""
     rows, columns = (-(-n // MOST_CELLS) for n in values.shape)
     if rows == columns == 1:
         return values
@@ -78,7 +78,7 @@ def pooled(values: Array, extreme: bool = False) -> Array:
 
 
 def _show(axes: Axes, values: Array, ends: tuple[float, float], size: Sequence[int], **style: Any) -> Any:
-    """Draw numbers as squares of colour, but those that are not finite, over a picture of this height and width."""
+    """Draw the finite elements as coloured squares over a picture of this height and width."""
     extent = (0, size[1], size[0], 0)
     values = np.ma.masked_invalid(values)
     return axes.imshow(values, vmin=ends[0], vmax=ends[1], interpolation="nearest", extent=extent, **style)

@@ -1,5 +1,5 @@
-"""What all reports share: how numbers are written, in a terminal, on a page and in Markdown; and how a template becomes
-a page. Importing this module imports nothing else; jinja2 is imported with the first page."""
+"""Shared parts of all reports: formats of numbers in terminals, pages and Markdown, and the rendering of templates.
+Importing this module imports no other library; jinja2 is imported with the first page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from attnforge.records import Interval
 
 NOTHING = "–"
-"""What stands for a number that was not measured."""
+"""Placeholder for a number that was not measured."""
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def places(numbers: Iterable[float | None], digits: int = 3) -> int:
-    """Decimals that show the smallest number to this many digits, and the largest to at most two digits more."""
+    """Return the number of decimal places that shows the smallest number to this many digits, and the largest to at
+    most two more."""
     sizes = [abs(number) for number in numbers if number]
     if not sizes:
         return 0
@@ -34,22 +35,22 @@ def places(numbers: Iterable[float | None], digits: int = 3) -> int:
 
 
 def rounded(number: float | None, digits: int = 3) -> str:
-    """The number to this many digits, never as a power of ten: `0.0123`, `33.0`, `1,234`."""
+    """Format a number to this many digits, without powers of ten: `0.0123`, `33.0`, `1,234`."""
     return fixed(number, places([number], digits))
 
 
 def fixed(number: float | None, decimals: int) -> str:
-    """The number with this many decimals, so that the points of a column stand below one another."""
+    """Format a number with this many decimals, so that decimal points align in a column."""
     return NOTHING if number is None else f"{number:,.{decimals}f}"
 
 
 def error(number: float | None) -> str:
-    """A relative error to two digits (:func:`attnforge.numbers.scientific`)."""
+    """Format a relative error to two digits (:func:`attnforge.numbers.scientific`)."""
     return NOTHING if number is None else scientific(number)
 
 
 def percent(share: float | None) -> str:
-    """A share as percent, to two digits: `38%`, `0.21%`, below a thousandth `<0.1%`, and from ten on `12 times`."""
+    """Format a share as percent to two digits: `38%`, `0.21%`; `<0.1%` below a thousandth, `12 times` from ten on."""
     if share is None:
         return NOTHING
     if not math.isfinite(share):
@@ -60,7 +61,7 @@ def percent(share: float | None) -> str:
 
 
 def interval(estimate: Interval, decimals: int | None = None) -> str:
-    """`low–high`, by default with the decimals of the value; empty for a single reading, which has no interval."""
+    """Format an interval as `low–high`, by default with the decimals of the value; empty for a single reading."""
     if estimate.low == estimate.high:
         return ""
     decimals = places([estimate.value]) if decimals is None else decimals
@@ -68,24 +69,24 @@ def interval(estimate: Interval, decimals: int | None = None) -> str:
 
 
 def with_interval(estimate: Interval, decimals: int) -> str:
-    """`value (low–high)`, with this many decimals; the value alone for a single reading."""
+    """Format an estimate as `value (low–high)`, with this many decimals; only the value for a single reading."""
     ends = interval(estimate, decimals)
     return fixed(estimate.value, decimals) + (f" ({ends})" if ends else "")
 
 
 def milliseconds(estimate: Interval) -> str:
-    """`33.0 ms (95%: 32.8–33.3)`."""
+    """Format an estimate as `33.0 ms (95%: 32.8–33.3)`."""
     ends = interval(estimate)
     return f"{rounded(estimate.value)} ms" + (f" (95%: {ends})" if ends else "")
 
 
 def sizes_text(sizes: Mapping[str, int], none: str = "") -> str:
-    """`batch 1, tokens 3,136`."""
+    """Format sizes as `batch 1, tokens 3,136`."""
     return ", ".join(f"{symbol} {size:,}" for symbol, size in sizes.items()) or none
 
 
 def grouped(reasons: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The names that have each reason, of pairs of a name and a reason."""
+    """Return the names for each reason, from pairs of a name and a reason."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons:
         names.setdefault(reason, []).append(name)
@@ -93,22 +94,22 @@ def grouped(reasons: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Names with the same reason together, and the reason: `("tensorrt, tensorrt_rtx", "no CUDA device")`."""
+    """Join names with the same reason, such as `("tensorrt, tensorrt_rtx", "no CUDA device")`."""
     return [(", ".join(names), reason) for reason, names in grouped(reasons.items()).items()]
 
 
 _FORMATS = (by_reason, error, fixed, interval, milliseconds, percent, rounded)
 FILTERS: dict[str, Callable[..., Any]] = {"sizes": sizes_text, **{format.__name__: format for format in _FORMATS}}
-"""The formats, as the templates name them."""
+"""The formats, by their names in templates."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int | None = None) -> str:
-    """A table in Markdown.
+    """Format a table in Markdown.
 
     Args:
         header: heading of every column.
-        rows: cells of every row; a bar in one is escaped, and lines are joined.
-        words: how many of the first columns are text, the others being numbers that are aligned right; None for all.
+        rows: cells of every row; a bar in a cell is escaped, and its lines are joined.
+        words: number of leading text columns; the others are numbers, aligned right. None if all are text.
     """
     numbers = 0 if words is None else len(header) - words
     rule = "|" + "---|" * (len(header) - numbers) + "---:|" * numbers
@@ -121,22 +122,22 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], word
 
 
 def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
-    """Check that a page can be written to `path`, before the work whose result it shows.
+    """Check that a page can be written to `path`, before the work that it reports.
 
     Raises:
         UnavailableError: the packages that a page needs are not installed.
-        UsageError: `path` is a folder, or exists and `force` is not given.
+        UsageError: `path` is a folder, or exists and `force` is False.
     """
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install attnforge[report]")
-    if os.path.isdir(path):  # False of a name that none can have, which is said below
+    if os.path.isdir(path):  # False for an invalid name, which check_writable reports
         raise UsageError(f"{path} is a folder; name a file, such as {Path(path) / 'verify.html'}")
     check_writable(Path(path), force, "--html")
 
 
 def write_template(template: str, path: str | os.PathLike[str], **values: Any) -> Path:
-    """Write a template, filled with values that are all escaped, to a file.
+    """Render a template, with all values escaped, to a file.
 
     Raises:
         OSError: the file cannot be written.

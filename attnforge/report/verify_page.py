@@ -1,4 +1,4 @@
-"""The page of a verification: one HTML file, without network or script, for readers who did not write the project."""
+"""The page of a verification: one HTML file without scripts or network access, for readers new to the project."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnforge.runtime.parity.verify import BackendReport, OutputReport, Report
 TEMPLATE = "verify.html"
 
 MOST_ROWS, MOST_OUTPUTS = 40, 4
-"""How many cases and outputs of a backend are drawn."""
+"""Maximum number of cases and outputs of a backend that are drawn."""
 
 KINDS: dict[Kind, str] = {
     "example": "the inputs that the model was deployed with",
@@ -58,21 +58,21 @@ def write_page(
     *,
     force: bool = False,
 ) -> Path:
-    """Write what :func:`attnforge.verify` measured to one HTML file, with charts, and maps of attention weights.
+    """Write the results of :func:`attnforge.verify` to one HTML file, with charts and maps of attention weights.
 
     Args:
-        report: of this bundle.
-        bundle: its folder; its graphs run once more, on one case, for the attention weights.
-        path: of the file.
-        force: overwrite the file.
+        report: report of this bundle.
+        bundle: the bundle or its folder; its graphs are run on one case for the attention weights.
+        path: path of the page.
+        force: whether to overwrite the file.
 
     Returns:
-        the file.
+        path of the page.
 
     Raises:
         UnavailableError: the packages that a page needs are not installed: `pip install attnforge[report]`.
-        UsageError: `path` is a folder, or exists and `force` is not given.
-        BundleError: the bundle's content is not what a page can be made of.
+        UsageError: `path` is a folder, or exists and `force` is False.
+        BundleError: no page can be made of the bundle's content.
     """
     check_page(path, force)
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
@@ -104,17 +104,17 @@ def write_page(
 
 
 def _verdict(report: Report) -> str:
-    """One or two sentences for readers of nothing else."""
+    """Summarise the report in one or two sentences."""
     if not report.backends:
-        return "No backend could run on this machine, so nothing was proven."
+        return "No backend could run on this machine, so nothing was verified."
     failed = {name: backend for name, backend in report.backends.items() if not backend.passed}
     if not failed:
         names, verb = " and ".join(report.backends), "stays" if len(report.backends) == 1 else "stay"
         return (
-            f"What was deployed computes the same function as the model: in every case, {names} {verb} within the "
-            f"error that {report.precision} arithmetic itself explains."
+            f"The deployed model computes the same function as the original: in every case, {names} {verb} within the "
+            f"error that {report.precision} arithmetic explains."
         )
-    sentences = ["What was deployed does not compute the same function as the model, as far as was tried."]
+    sentences = ["The deployed model does not compute the same function as the original."]
     for name, backend in failed.items():
         cases = list(dict.fromkeys(failure.where for failure in backend.failures))
         if cases:
@@ -130,7 +130,7 @@ def _verdict(report: Report) -> str:
 
 @dataclass(frozen=True)
 class _Charts:
-    """The charts of one backend: its cases, of which some may be left out, and its outputs by name."""
+    """The charts of one backend: its cases, some of which may be left out, and its outputs by name."""
 
     by_case: Picture | None = None
     cases_left_out: int = 0
@@ -142,7 +142,7 @@ def _charts(name: str, report: BackendReport, cases: Mapping[str, Case]) -> _Cha
     if not known:
         return _Charts()
     label = name if name != "eager" else "eager on this machine"
-    worst: dict[str, Comparison] = {}  # of every case the output that is closest to its budget
+    worst: dict[str, Comparison] = {}  # by case, the output closest to its budget
     for comparison in sorted(known, key=_budget_used, reverse=True):
         worst.setdefault(comparison.where, comparison)
     shown = list(worst)[:MOST_ROWS]
@@ -156,14 +156,14 @@ def _charts(name: str, report: BackendReport, cases: Mapping[str, Case]) -> _Cha
 
 
 def _worst_first(report: BackendReport) -> list[Comparison]:
-    """The outputs that failed, furthest over the budget first."""
+    """Return the failed comparisons, furthest over the budget first."""
     return sorted(report.failures, key=lambda c: c.error / (c.budget or 1), reverse=True)
 
 
 def _furthest(report: BackendReport) -> Comparison | None:
-    """The comparison with the number that is furthest off, for the budget of its case."""
-    told = (comparison for comparison in report.comparisons if comparison.worst is not None)
-    return max(told, key=lambda c: (not c.passed, c.max_error / c.max_budget if c.max_budget else 0.0), default=None)
+    """Return the comparison with the largest error of one element, relative to the budget of its case."""
+    known = (comparison for comparison in report.comparisons if comparison.worst is not None)
+    return max(known, key=lambda c: (not c.passed, c.max_error / c.max_budget if c.max_budget else 0.0), default=None)
 
 
 def _budget_used(comparison: Comparison) -> float:
@@ -184,7 +184,7 @@ def _cases_in_words(name: str, report: BackendReport, drawn: int) -> str:
 
 
 def _histogram(label: str, output: str, figures: OutputReport, report: BackendReport) -> Picture:
-    allowed = []  # how far off one number may be, as a share of the largest; unknown where nothing was off
+    allowed = []  # error allowed for one element, as a share of the largest; unknown without errors
     for c in report.comparisons:
         most = c.quantiles.get("max", 0.0)
         if c.output == output and most and c.max_error and c.max_budget:

@@ -242,7 +242,7 @@ def test_the_command_prints_one_document_or_tables(own: Bundle, tmp_path: Path) 
     assert "openvino-genai" in results.skipped and "onnxruntime-cpu" in [each.name for each in results.contenders]
     assert DecodingResults.model_validate_json(file.read_bytes()).contexts == [4]
     done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0 and "behind 4 tokens; a copy of the bytes of a step takes" in done.stdout
+    assert done.exit_code == 0 and "after 4 tokens; copying the bytes of a step takes" in done.stdout
     assert "onnxruntime-concat" in done.stdout and "OpenVINO GenAI is not installed here" in done.stdout
 
 

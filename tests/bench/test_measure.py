@@ -402,7 +402,7 @@ def test_plots_are_overwritten_where_that_is_asked_for(
 
     monkeypatch.setattr(attnforge, "benchmark", begins)
     for flags, words in (
-        ([], "holds plots; choose another folder with --plots, or overwrite them with --force"),
+        ([], "contains plots; choose another folder with --plots, or overwrite them with --force"),
         (["--force"], "it has begun"),
     ):
         monkeypatch.setattr(sys, "argv", ["attnforge", "bench", str(bundle.path), "--plots", str(tmp_path), *flags])

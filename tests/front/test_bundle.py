@@ -1,4 +1,4 @@
-"""A bundle is whole or it is refused; a deploy that fails leaves nothing behind and loses nothing."""
+"""A bundle is complete or refused; a failed deploy leaves no files and loses none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.bundles import DeploySmall, rewrite, small_example
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest's JSON, and nothing else."""
+    """Change only the manifest's JSON."""
     document = json.loads((folder / MANIFEST).read_text())
     change(document)
     (folder / MANIFEST).write_text(json.dumps(document))
@@ -77,7 +77,7 @@ def test_records_refuse_what_they_do_not_know() -> None:
         Manifest.model_validate({"schema_version": "1"})
 
 
-# What is refused
+# Refused bundles
 
 
 def test_nothing_is_no_bundle(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_loading_checks_what_is_run_and_no_more(copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Bundle]:
-    """A bundle of large weights, on the shelf or in the canonical graph."""
+    """A bundle with large weights, in the shared file or in the canonical graph."""
 
     @functools.cache
     def deploy(shelved: bool) -> Bundle:
@@ -136,7 +136,7 @@ def test_weights_that_graphs_share_are_checked_with_each_of_them(
 @pytest.mark.xdist_group("wide")
 @pytest.mark.parametrize("shelved", [False, True])
 def test_the_plain_graph_is_whole(wide: Callable[[bool], Bundle], tmp_path: Path, shelved: bool) -> None:
-    """Any tool checks and runs it where it lies; weights stand once; a bundle that has them as inputs still loads."""
+    """Any tool can check and run it in place; weights are stored once; a bundle with weights as inputs still loads."""
     bundle = Bundle(shutil.copytree(wide(shelved).path, tmp_path / "copy"))
     plain, canonical = bundle.file("plain.onnx"), bundle.file("canonical.onnx")
     assert plain.stat().st_size < 100_000 < (bundle.file("weights.data") if shelved else canonical).stat().st_size
@@ -190,16 +190,18 @@ def test_another_schema_is_refused_before_the_rest_is_read(copy: Path) -> None:
         (lambda document: document["cases"][0].update(kind="odd"), r"cases\.0\.kind"),
     ],
 )
-def test_an_invalid_manifest_is_refused_with_the_place(copy: Path, change: Callable[[Any], object], where: str) -> None:
+def test_an_invalid_manifest_is_refused_with_the_location(
+    copy: Path, change: Callable[[Any], object], where: str
+) -> None:
     edit(copy, change)
-    with pytest.raises(BundleError, match=f"is no valid manifest: {where}"):
+    with pytest.raises(BundleError, match=f"is not a valid manifest: {where}"):
         Bundle(copy)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"no json", b'{"schema_version": 1, "name": "\xff\xfe"}'])
 def test_a_manifest_that_is_no_manifest_is_refused(copy: Path, data: bytes) -> None:
     (copy / MANIFEST).write_bytes(data)
-    with pytest.raises(BundleError, match="is no valid manifest"):
+    with pytest.raises(BundleError, match="is not a valid manifest"):
         Bundle(copy)
 
 
@@ -224,8 +226,8 @@ def test_a_link_out_of_the_bundle_is_refused(copy: Path) -> None:
     [("../outside.onnx", "'../outside.onnx' is outside the bundle"), ("unlisted.onnx", "has no unlisted.onnx")],
 )
 def test_only_listed_files_are_ever_opened(copy: Path, name: str, why: str) -> None:
-    for place in (copy.parent / "outside.onnx", copy / "unlisted.onnx"):
-        place.write_bytes((copy / "onnxruntime/model.onnx").read_bytes())
+    for file in (copy.parent / "outside.onnx", copy / "unlisted.onnx"):
+        file.write_bytes((copy / "onnxruntime/model.onnx").read_bytes())
     edit(copy, lambda document: document["targets"]["onnxruntime"].update(model=name))
     with pytest.raises(BundleError, match=why):
         attnforge.load(copy, "onnxruntime-cpu")
@@ -273,14 +275,14 @@ def test_force_never_deletes_what_is_no_bundle(tmp_path: Path, manifest: str | N
     (folder / "holiday.jpg").write_bytes(b"irreplaceable")
     if manifest is not None:
         (folder / MANIFEST).write_text(manifest)
-    with pytest.raises(UsageError, match="no bundle"), writing(folder, force=True) as new:
+    with pytest.raises(UsageError, match="not a bundle"), writing(folder, force=True) as new:
         (new / "file").write_text("new")
     assert (folder / "holiday.jpg").read_bytes() == b"irreplaceable"
 
 
 def test_force_never_deletes_a_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="no bundle"), writing(tmp_path / "notes.txt", force=True):
+    with pytest.raises(UsageError, match="not a bundle"), writing(tmp_path / "notes.txt", force=True):
         pytest.fail("a file is no bundle")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -339,7 +341,7 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
         ({"targets": ["tensorrt"]}, UnavailableError, r"pip install attnforge\[tensorrt\]"),
     ],
 )
-def test_what_cannot_be_deployed_is_said_before_anything_is_exported(
+def test_what_cannot_be_deployed_is_reported_before_anything_is_exported(
     tmp_path: Path, arguments: dict[str, Any], error: type[AttnforgeError], message: str
 ) -> None:
     module, args, shapes = small_example()
@@ -348,6 +350,6 @@ def test_what_cannot_be_deployed_is_said_before_anything_is_exported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rewriting_hashes_anew(copy: Path) -> None:
+def test_rewriting_hashes_again(copy: Path) -> None:
     (copy / "canonical.onnx").write_bytes(b"other")
     assert rewrite(copy).manifest.files["canonical.onnx"] == sha256(copy / "canonical.onnx")

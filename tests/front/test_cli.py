@@ -38,7 +38,7 @@ pytestmark = pytest.mark.xdist_group("cli")
 Done = subprocess.CompletedProcess[str]
 
 DIGITS = ("patch-attention-digits", "-o", "max_batch=16", "--no-data", "--no-tune")
-"""The classifier of digits, quick to deploy."""
+"""The digit classifier, which is quick to deploy."""
 
 
 def attnforge(*arguments: str | Path, cwd: Path | None = None) -> Done:
@@ -122,10 +122,10 @@ def test_verify_is_one_json_document(bundle: Path) -> None:
     done = attnforge("verify", bundle, "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 0
-    found = report["backends"]["onnxruntime-cpu"]
-    assert report["passed"] and found["passed"]
-    assert found["cases"] >= 8
-    assert found["error"] <= found["budget"]
+    backend = report["backends"]["onnxruntime-cpu"]
+    assert report["passed"] and backend["passed"]
+    assert backend["cases"] >= 8
+    assert backend["error"] <= backend["budget"]
 
 
 def test_verify_fails_where_the_model_is_another(here: Here, bundle: Path, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_what_must_fuse_and_does_not_is_not_written(here: Here, bundle: Path, tm
     assert_one_line(done, 1, "tensorrt_rtx must fuse every attention site and leaves 2 of 2", "nothing was written")
     assert document["error"]["kind"] == "UnfusedError"
     assert document["error"]["message"] in " ".join(done.stderr.split())
-    reasons = [one["reason"] for one in document["attention"]["unfused"] if one["target"] == "tensorrt_rtx"]
+    reasons = [site["reason"] for site in document["attention"]["unfused"] if site["target"] == "tensorrt_rtx"]
     assert len(reasons) == 2 and all("no fused attention kernel for float" in reason for reason in reasons)
     assert (bundle / "manifest.json").read_bytes() == manifest
     done = here(*arguments, "--out", tmp_path / "new")
@@ -222,11 +222,11 @@ def test_bench_against_peers(here: Here, bundle: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["models"][0]
     assert report["sizes"] == {"batch": 3}
-    medians = {one["name"]: one["latency"]["median"]["value"] for one in report["contenders"]}
-    assert [one["latency"]["openings"] for one in report["contenders"]] == [[1, 1], [1, 1]]
+    medians = {each["name"]: each["latency"]["median"]["value"] for each in report["contenders"]}
+    assert [each["latency"]["openings"] for each in report["contenders"]] == [[1, 1], [1, 1]]
     assert set(medians) == {"onnxruntime-cpu", "onnxruntime-plain"} and all(ms > 0 for ms in medians.values())
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "onnxruntime-plain" in page and "2 rounds in 2 openings." in page
+    assert "onnxruntime-plain" in page and "2 rounds in 2 loads." in page
     assert list((tmp_path / "plots").glob("*.png"))
     assert read(tmp_path / "results.json").models[0].sizes == {"batch": 3}
 
@@ -234,7 +234,7 @@ def test_bench_against_peers(here: Here, bundle: Path, tmp_path: Path) -> None:
 def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the module had given something else for a constant image."""
+    """Store another reference output, as if the module had returned it for a constant image."""
     monkeypatch.setattr(
         measure, "measure_ceilings", partial(ceilings.measure_ceilings, precisions=("fp32",), seconds=0.02)
     )
@@ -381,13 +381,25 @@ def test_misuse_of_the_rest(here: Here, bundle: Path, tmp_path: Path) -> None:
     out.mkdir()
     (out / "thesis.txt").write_text("all my work")
     assert_one_line(here("deploy", "worked-example", "--out", out), 2, "exists", "--force")
-    assert_one_line(here("deploy", "worked-example", "--out", out, "--force"), 2, "no bundle")
+    assert_one_line(here("deploy", "worked-example", "--out", out, "--force"), 2, "not a bundle")
     assert (out / "thesis.txt").read_text() == "all my work"
     np.save(tmp_path / "wrong.npy", np.zeros((1, 3, 8, 8), np.float32))
     assert_one_line(here("run", bundle, tmp_path / "wrong.npy", "--out", tmp_path / "o.npz"), 2, "dim 1", "takes 1")
 
 
-COMMANDS = ("models", "deploy", "run", "generate", "verify", "diagnose", "inspect", "sign", "package", "doctor")
+COMMANDS = (
+    "models",
+    "deploy",
+    "run",
+    "generate",
+    "verify",
+    "diagnose",
+    "bench",
+    "inspect",
+    "sign",
+    "package",
+    "doctor",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -397,15 +409,15 @@ def test_every_command_has_help_with_an_example_or_two(here: Here, command: str)
     assert 1 <= done.stdout.count("Example: attnforge ") <= 2
 
 
-def test_options_stand_in_panels_the_most_used_first(here: Here) -> None:
+def test_options_are_in_panels_with_the_most_used_first(here: Here) -> None:
     panels = re.findall(r"╭─ (.+?) ─+╮", here("deploy", "--help").stdout)
     assert panels[:3] == ["Arguments", "Options", "Source"] and "Decoders" in panels and "TensorRT" in panels
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_made(
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_made(
     tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("attnforge.export.sources.named.model_named", lambda *arguments: pytest.fail("it was made"))
     (tmp_path / "thesis.txt").touch()
     done = here("deploy", "vit", "--out", tmp_path, "--force")
-    assert done.returncode == 2 and "is no bundle, so it is not overwritten" in " ".join(done.stderr.split())
+    assert done.returncode == 2 and "is not a bundle, so it is not overwritten" in " ".join(done.stderr.split())

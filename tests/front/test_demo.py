@@ -1,4 +1,4 @@
-"""The demo's rows: which backend is the worst, whose fused sites are counted, and that every session is closed."""
+"""Rows of the demo: the worst backend, the counts of fused sites, and that every session is closed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_session_is_closed(bundle: Bundle, tmp_path: Path, monkeypatch: py
 
 
 def test_a_backend_that_compiled_nothing_has_no_fused_count(bundle: Bundle) -> None:
-    """ONNX Runtime's count is of what its CPU compiled, and TensorRT's of its plan, be there a GPU or not."""
+    """ONNX Runtime's count is from its CPU graph, TensorRT's from its plan, with or without a GPU."""
     manifest = bundle.manifest
     engine = Engine(
         file="plan", flavour="tensorrt_rtx", version="1.7", compute_capabilities=["portable"], layers=3, size=2_500_000,

@@ -1,4 +1,4 @@
-"""What an earlier deploy of the same model made is taken from the cache, whole and unaltered, or made anew."""
+"""Results of an earlier deploy of the same model are reused from the cache, complete and unaltered, or made again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = [
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a cache that is the user's."""
+    """The folder of the user's cache."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -36,12 +36,12 @@ def deployed(folder: Path, change: Callable[[torch.nn.Module], object] = lambda 
     return attnforge.deploy(module, args, folder, shapes, targets=TARGETS)
 
 
-def test_a_second_deploy_makes_nothing_anew(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_deploy_makes_nothing_again(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = deployed(tmp_path / "first")
     assert first.manifest.reused == [] and len(list(cache.iterdir())) == len(ALL)
 
     def made(*arguments: object) -> None:
-        pytest.fail("made anew")
+        pytest.fail("made again")
 
     for name in (
         "deploy.write_reference", "deploy.measure", "lowering.tuning.medians",
@@ -127,7 +127,7 @@ def test_a_damaged_entry_is_dropped(tmp_path: Path, damage: str) -> None:
         (entry / "bytes").unlink()
     elif damage == "added":
         (entry / "more").touch()
-    elif damage.startswith("a pipe"):  # which would be waited for
+    elif damage.startswith("a pipe"):  # reading it would block
         file = entry / ("bytes" if damage == "a pipe" else "sha256.json")
         file.unlink()
         os.mkfifo(file)
@@ -178,7 +178,7 @@ def test_what_is_no_entry_is_left_alone_and_room_is_made(tmp_path: Path) -> None
 
 
 def test_the_key_is_of_the_code_that_decides_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other room is known to it, so no help text and no page makes entries anew."""
+    """It ignores all other packages, so that a change of a help text or a page does not invalidate entries."""
     read: list[str] = []
 
     def note(file: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""`attnforge generate`, and what `attnforge deploy` keeps for it."""
+"""`attnforge generate`, and what `attnforge deploy` stores for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Letters as tokens, the first of the ids."""
+    """Single letters as tokens, from id 0 on."""
     library = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token=" "))
     library.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     library.decoder = decoders.Fuse()
@@ -56,7 +56,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder with a tokenizer, whose texts end behind a full stop."""
+    """A decoder with a tokenizer, whose stop token is the full stop."""
     module, args, shapes = decoder_example()
     out = tmp_path_factory.mktemp("generating") / "decoder"
     attnforge.deploy(
@@ -105,8 +105,8 @@ def test_what_is_drawn_is_drawn_again(here: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "a text, or token ids with --ids"),
-        (("a", "--ids", "1"), "a text, or token ids with --ids"),
+        ((), "give either a prompt text or token ids"),
+        (("a", "--ids", "1"), "give either a prompt text or token ids"),
         (("",), "the prompt has no token"),
         (("--ids", "1,x"), "--ids has 'x'; give whole numbers"),
         (("--ids", "1,99"), "has the id 99; the table's ids are 0 to 49"),

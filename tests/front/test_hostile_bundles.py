@@ -1,4 +1,4 @@
-"""Bundles that strangers made: no name leads out of them, no link, no pipe, and what was checked is what runs."""
+"""Untrusted bundles: no name leads outside them, links and pipes are refused, and what was checked is what runs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MACHINE: dict[str, Any] = {"system": "", "processor": "", "processors": 1, "inst
 
 
 def edit(folder: Path, change: Callable[[Any], object]) -> None:
-    """Change the manifest's JSON, and nothing else."""
+    """Change only the manifest's JSON."""
     document = json.loads((folder / MANIFEST).read_text())
     change(document)
     (folder / MANIFEST).write_text(json.dumps(document))
 
 
 def refused(folder: Path, words: str = "") -> None:
-    """Loading, verifying and inspecting a bundle end in one line, and at once."""
+    """Check that loading, verifying and inspecting a bundle fail at once with one line."""
     for use in (attnforge.load, attnforge.verify, Bundle, attnforge.diagnose):
         start = time.perf_counter()
         with pytest.raises(BundleError, match=words) as raised:
@@ -56,7 +56,7 @@ NAMES += ["nul\0", "line\nbreak", "n" * 10_000]
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
 @pytest.mark.parametrize(
-    "place",
+    "put",
     [
         lambda d, name: d["files"].update({name: "0" * 64}),
         lambda d, name: d["targets"]["tensorrt_rtx"]["engines"][0].update(file=name),
@@ -70,12 +70,12 @@ NAMES += ["nul\0", "line\nbreak", "n" * 10_000]
     ids=["files", "engine", "model", "cuda model", "optimized model"],
 )  # fmt: skip
 def test_a_name_that_leads_out_of_the_bundle_is_refused(
-    copy: Path, name: str, place: Callable[[Any, str], object]
+    copy: Path, name: str, put: Callable[[Any, str], object]
 ) -> None:
     victim = copy.parent / "victim.txt"
     victim.write_text("mine")
-    edit(copy, lambda document: place(document, name))
-    with pytest.raises(BundleError, match="is no valid manifest"):
+    edit(copy, lambda document: put(document, name))
+    with pytest.raises(BundleError, match="is not a valid manifest"):
         Bundle(copy, check_plans=False, lazily=True)
     with pytest.raises(BundleError):
         rebuilt(copy, "tensorrt_rtx")
@@ -122,15 +122,15 @@ def test_a_pipe_is_no_file(copy: Path, what: str) -> None:
     (copy / what).unlink()
     os.mkfifo(copy / what)
     for use in (Bundle, attnforge.verify):
-        with pytest.raises(BundleError, match="no regular file"):
+        with pytest.raises(BundleError, match="not a regular file"):
             use(copy)
 
 
 def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ('{"schema_version": 1, "name": ' + "[" * 200_000, json.dumps({"schema_version": 1, "n" * 10**7: 1})):
         (copy / MANIFEST).write_text(text)
-        refused(copy, "is no valid manifest")
-        with pytest.raises(UsageError, match="no bundle"), output.writing(copy, force=True):
+        refused(copy, "is not a valid manifest")
+        with pytest.raises(UsageError, match="not a bundle"), output.writing(copy, force=True):
             pytest.fail("it must not be overwritten")
     (copy / MANIFEST).write_text(json.dumps({"schema_version": 1, "inputs": [[]] * 10**6}))
     refused(copy, "more than 200,000 values")
@@ -139,7 +139,7 @@ def test_a_manifest_of_any_length_and_depth_is_refused_at_once(copy: Path, monke
 
 
 def outsourced(folder: Path, name: str, location: str) -> onnx.ModelProto:
-    """Let the first large weight of a model of the bundle stand in another file."""
+    """Move the first large weight of a model of the bundle to another file."""
     model = onnx.load(str(folder / name))
     weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     weight.data_location = onnx.TensorProto.EXTERNAL
@@ -174,11 +174,11 @@ def test_weights_in_a_file_that_nobody_lists_are_refused(copy: Path, name: str, 
 VALUES = np.array([5, 7], np.float32)
 
 
-def external(*places: str, name: str = "values") -> onnx.TensorProto:
-    """Two numbers that stand in another file."""
+def external(*locations: str, name: str = "values") -> onnx.TensorProto:
+    """A tensor of two numbers stored in another file."""
     tensor = onnx.TensorProto(dims=[2], data_type=onnx.TensorProto.FLOAT, name=name, data_location="EXTERNAL")
-    for place in places:
-        tensor.external_data.add(key="location", value=place)
+    for location in locations:
+        tensor.external_data.add(key="location", value=location)
     return tensor
 
 
@@ -187,7 +187,7 @@ def sparse(tensor: onnx.TensorProto) -> onnx.SparseTensorProto:
 
 
 def within(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
-    """A branch of an operator, with the tensor in it."""
+    """An If operator with the tensor in its branches."""
     node = helper.make_node("Constant", [], ["within"], sparse_value=sparse(tensor))
     inner = helper.make_graph([node], "branch", [], [helper.make_tensor_value_info("within", 1, [2])])
     graph.node.append(helper.make_node("If", ["condition"], ["either"], then_branch=inner, else_branch=inner))
@@ -235,27 +235,27 @@ def test_weights_are_found_wherever_a_model_has_them(copy: Path, where: str) -> 
 
 
 @pytest.mark.parametrize(
-    "places",
+    "locations",
     [["../canonical.onnx"], ["/etc/hostname"], ["*/_ORT_MEM_ADDR_/*"], ["sub/in.bin"], ["./in.bin"],
      ["in.bin", "../canonical.onnx"], ["../canonical.onnx", "in.bin"]],
 )  # fmt: skip
-def test_weights_that_do_not_stand_beside_the_model_are_refused(copy: Path, places: list[str]) -> None:
+def test_weights_outside_the_folder_of_the_model_are_refused(copy: Path, locations: list[str]) -> None:
     """Not even where a file of the bundle has that name: OpenVINO takes the third for an address in memory."""
     model = onnx.load(str(copy / MODEL))
-    model.graph.sparse_initializer.append(sparse(external(*places)))
+    model.graph.sparse_initializer.append(sparse(external(*locations)))
     onnx.save(model, copy / MODEL)
     for name in ("in.bin", "sub/in.bin", "*/_ORT_MEM_ADDR_/*"):
         file = copy / "onnxruntime" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(VALUES.tobytes())
     rewrite(copy)
-    with pytest.raises(BundleError, match="which the manifest does not list beside it") as raised:
+    with pytest.raises(BundleError, match="which the manifest does not list in the same folder") as raised:
         attnforge.load(copy, "onnxruntime-cpu")
     assert "\n" not in str(raised.value)
 
 
 def test_the_libraries_do_read_sparse_weights_of_other_files(tmp_path: Path) -> None:
-    """Which is why a bundle has to list them."""
+    """Therefore a bundle must list them."""
     nodes = [
         helper.make_node("Constant", [], ["c"], sparse_value=sparse(external("hidden.bin"))),
         helper.make_node("Add", ["x", "c"], ["y"]),
@@ -273,7 +273,7 @@ def test_the_libraries_do_read_sparse_weights_of_other_files(tmp_path: Path) -> 
 
 
 def test_weights_in_openvinos_own_format_are_listed(copy: Path) -> None:
-    """It reads that under the name of any model, with weights in a file beside it that the model does not name."""
+    """It reads its format under any model's name, with weights in a file next to it that the model does not name."""
     openvino = pytest.importorskip("openvino")
     whole = openvino.Core().read_model(str(copy / CANONICAL))
     openvino.save_model(whole, copy.parent / "canonical.xml", compress_to_fp16=False)
@@ -294,19 +294,19 @@ def test_a_model_that_holds_a_compiled_one_is_refused(copy: Path) -> None:
     model.graph.node.append(helper.make_node("EPContext", [], ["y"], domain="com.microsoft", **compiled))
     onnx.save(model, copy / MODEL)
     rewrite(copy)
-    with pytest.raises(BundleError, match="holds a compiled model"):
+    with pytest.raises(BundleError, match="contains a compiled model"):
         attnforge.load(copy, "onnxruntime-cpu")
 
 
 def test_a_model_of_another_ending_is_refused(copy: Path) -> None:
-    """What is checked of models goes by it."""
+    """Models are checked according to it."""
     (copy / MODEL).rename(copy / "onnxruntime/model.bin")
     edit(copy, lambda document: document["targets"]["onnxruntime"].update(model="onnxruntime/model.bin"))
     edit(copy, lambda document: document["files"].update({"onnxruntime/model.bin": document["files"].pop(MODEL)}))
-    refused(copy, "is no valid manifest")
+    refused(copy, "is not a valid manifest")
 
 
-def test_weights_behind_a_link_are_refused(copy: Path) -> None:
+def test_weights_reached_through_a_link_are_refused(copy: Path) -> None:
     outsourced(copy, MODEL, "hidden.bin")
     rewrite(copy)
     assert attnforge.verify(copy, ["onnxruntime-cpu"]).passed  # as an older bundle may have them
@@ -339,7 +339,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- the cache beside a bundle ----------------------------------------------------------------------------------------
+# --- the cache of a bundle --------------------------------------------------------------------------------------------
 
 
 def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -
     assert cache.read(file) is None
     file.unlink()
     cache.write(file, b"kernels")
-    folder.chmod(0o777)  # others may put their own file in its place
+    folder.chmod(0o777)  # others may replace it with their own file
     assert cache.read(file) is None
     folder.chmod(0o700)
     file.chmod(0o666)
@@ -363,7 +363,7 @@ def test_the_cache_follows_no_link_and_reads_nothing_of_others(tmp_path: Path) -
 
 
 def test_a_cache_that_somebody_else_wrote_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a stranger's archive holds a bundle and its cache: unpacked, both are this user's files."""
+    """As when an untrusted archive contains a bundle and its cache: unpacked, both belong to this user."""
     file = tmp_path / "small.cache/kernels"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
     assert cache.write(file, b"evil") and cache.read(file) == b"evil"
@@ -399,7 +399,7 @@ def test_a_cache_that_is_a_link_is_not_used(tmp_path: Path) -> None:
 
 @pytest.fixture
 def other(copy: Path) -> Path:
-    """A bundle of the same inputs and outputs, and other weights."""
+    """A bundle with the same inputs and outputs, and other weights."""
     folder = Path(shutil.copytree(copy, copy.parent / "other"))
     for name in (MODEL, CANONICAL, "plain.onnx"):
         model = onnx.load(str(folder / name))
@@ -539,19 +539,19 @@ def test_values_that_cannot_be_are_refused_before_anything_is_done(
     copy: Path, path: tuple[str | int, ...], value: Any
 ) -> None:
     edit(copy, lambda document: at(document, *path[:-1]).__setitem__(path[-1], value))
-    refused(copy, "is no valid manifest")
+    refused(copy, "is not a valid manifest")
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
 def test_numbers_that_are_none_are_refused(copy: Path, value: str) -> None:
     text = (copy / MANIFEST).read_text().replace('"scale": 16.0', f'"scale": {value}')
     (copy / MANIFEST).write_text(text)
-    refused(copy, "is no valid manifest")
+    refused(copy, "is not a valid manifest")
 
 
 @pytest.mark.parametrize("depth", [900, 1_300])
 def test_an_expression_of_sizes_is_no_way_to_hang(copy: Path, depth: int) -> None:
-    """A shape that cannot be worked out is not known; it is checked by what the model answers."""
+    """A shape that cannot be inferred is unknown; it is checked on the model's outputs."""
     edit(copy, lambda document: document["outputs"][0]["dims"][0].update(symbol="+".join("1" * depth)))
     with attnforge.load(copy, "onnxruntime-cpu") as session:
         try:
@@ -601,8 +601,8 @@ def test_a_file_with_other_bytes_is_one_line(copy: Path, name: str, seed: int) -
     rng = np.random.default_rng(seed)
     data = bytearray((copy / name).read_bytes())
     if seed < 3:
-        for place in rng.integers(0, len(data), 8):
-            data[place] = rng.integers(0, 256)
+        for position in rng.integers(0, len(data), 8):
+            data[position] = rng.integers(0, 256)
     else:
         data = data[: int(rng.integers(1, len(data)))]
     (copy / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""Input files: pictures mean what they show, and nothing that is wrong with a file is more than one line."""
+"""Input files: images are read as they look, and every error in a file is reported in one line."""
 
 from __future__ import annotations
 

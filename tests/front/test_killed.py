@@ -22,8 +22,7 @@ from attnforge.cache import VARIABLE
 from tests.support.bundles import DeploySmall
 
 TIMES = int(os.environ.get("ATTNFORGE_KILLS", "6"))
-"""How often a process is killed: `make kill` says a
-hundred."""
+"""Number of times a process is killed: 100 in `make kill`."""
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
@@ -32,7 +31,7 @@ pytestmark = [
 
 
 class Workers:
-    """Processes that deploy and rebuild, forked from a warm one; what they write beside bundles is in `folder`."""
+    """Processes that deploy and rebuild, forked from a warm one; what they write next to bundles is in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.cache, self.temporary = folder / "cache", folder / "temporary"

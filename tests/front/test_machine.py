@@ -1,4 +1,4 @@
-"""The machine at hand: how many processors a process has, where a container's quota is for fewer."""
+"""The number of processors of a process, also if a container's quota is lower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnforge.memory import available
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    """A file system with these cgroups of this process, and these files of them."""
+    """Make a file system with these cgroups of this process, and these files in them."""
     for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{n}": t for n, t in files.items()}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -1,4 +1,4 @@
-"""What the commands print: alike sites as one, tables in 80 columns, and numbers in one format."""
+"""Output of the commands: similar sites are merged, tables fit 80 columns, and numbers have one format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnforge.report import render
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Everything that was printed in 80 columns."""
+    """Return everything that was printed in 80 columns."""
     screen = io.StringIO()
     console = Console(file=screen, width=80, highlight=False)
     monkeypatch.setattr(terminal, "out", console)
@@ -66,7 +66,7 @@ def test_bundles_from_before_masks_were_read_load() -> None:
 
 def test_sites_that_differ_stay_apart() -> None:
     sites = [*(site(i) for i in range(3)), site(3, heads=6), site(4, reason="another reason"), site(5), site(6)]
-    assert [[one.site.split(".")[1] for one in group] for group in alike(sites)] == [list("01256"), ["3"], ["4"]]
+    assert [[record.site.split(".")[1] for record in group] for group in alike(sites)] == [list("01256"), ["3"], ["4"]]
 
 
 def test_numbers_in_kernels_names_do_not_set_sites_apart(printed: Callable[[], str]) -> None:
@@ -86,7 +86,7 @@ def test_runs_of_names() -> None:
 
 
 def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Callable[[], str]) -> None:
-    words = "a sentence of many words that does not fit into what is left of eighty columns beside a name"
+    words = "a sentence of many words that does not fit into what is left of eighty columns after a name"
     rows = [("a-name-in-one-piece", "", "1.25", words), ("b", "", "12", "short")]
     terminal.print_table(("name", "nothing", "number", "why"), rows, wraps=3)
     lines = printed().splitlines()
@@ -95,7 +95,7 @@ def test_a_table_breaks_between_words_and_leaves_empty_columns_out(printed: Call
     assert all(word in words.split() for line in lines[2:-1] for word in line.split())
 
 
-def test_names_with_one_reason_stand_together(printed: Callable[[], str]) -> None:
+def test_names_with_one_reason_are_joined(printed: Callable[[], str]) -> None:
     terminal.say_reasons({"tensorrt": "no CUDA device", "openvino": "slow", "cuda": "no CUDA device"}, "{} did not run")
     assert printed().splitlines() == ["tensorrt, cuda did not run: no CUDA device", "openvino did not run: slow"]
 

@@ -1,4 +1,4 @@
-"""What deploy tells of its progress."""
+"""Progress that deploy reports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.broken import Attention, made
 from tests.support.bundles import small_example
 
 
-class Heard:
-    """Keeps what it hears."""
+class Recorder:
+    """Records the stages and steps that it receives."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, int, int]] = []
@@ -29,18 +29,18 @@ class Heard:
         self.steps.setdefault(self.stages[-1][0], []).append((what, done, total))
 
 
-def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
+def test_deploy_reports_every_stage_and_every_case(tmp_path: Path) -> None:
     module, args, shapes = small_example()
-    heard = Heard()
-    assert isinstance(heard, Progress)
+    recorder = Recorder()
+    assert isinstance(recorder, Progress)
     bundle = attnforge.deploy(
-        module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, progress=heard
+        module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], tune=False, progress=recorder
     )
     stages = ["export", "canonicalize", "lower and build for onnxruntime", "reference", "lower for openvino"]
     stages.append("check backends")
-    assert heard.stages == [(name, i + 1, len(stages)) for i, name in enumerate(stages)]
-    steps = heard.steps.pop("reference")
-    assert heard.steps == {"check backends": [("onnxruntime-cpu", 0, 1)]}
+    assert recorder.stages == [(name, i + 1, len(stages)) for i, name in enumerate(stages)]
+    steps = recorder.steps.pop("reference")
+    assert recorder.steps == {"check backends": [("onnxruntime-cpu", 0, 1)]}
     cases = [case.name for case in bundle.manifest.cases]
     draws = [what for what, _, _ in steps[len(cases) :]]
     assert [what for what, _, _ in steps[: len(cases)]] == [LARGEST, *(case for case in cases if case != LARGEST)]
@@ -48,7 +48,7 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
     work = [done for _, done, _ in steps]
     (most,) = {total for _, _, total in steps}
     assert work[0] == 0 and work == sorted(set(work)) and most is not None and work[-1] < most
-    assert work[1] - work[0] > work[2] - work[1] > 0  # by what a case costs
+    assert work[1] - work[0] > work[2] - work[1] > 0  # in proportion to the cost of a case
     assert list(bundle.manifest.seconds) == list(bundle.manifest.memory) == stages
     assert all(2**20 < size < 2**40 for size in bundle.manifest.memory.values())
     total = bundle.manifest.total
@@ -57,20 +57,20 @@ def test_deploy_tells_every_stage_and_every_case(tmp_path: Path) -> None:
     assert bundle.manifest.children == {}
 
 
-def test_tuning_tells_every_site(tmp_path: Path) -> None:
+def test_tuning_reports_every_site(tmp_path: Path) -> None:
     module, args, shapes = made(Attention)
-    heard = Heard()
-    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], progress=heard)
+    recorder = Recorder()
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"], progress=recorder)
     sites = [site.site for site in bundle.manifest.attention.details]
-    assert heard.steps["lower and build for onnxruntime"] == [(site, i, len(sites)) for i, site in enumerate(sites)]
-    assert heard.stages[-2:] == [("measure backends", 6, 7), ("check backends", 7, 7)]
+    assert recorder.steps["lower and build for onnxruntime"] == [(site, i, len(sites)) for i, site in enumerate(sites)]
+    assert recorder.stages[-2:] == [("measure backends", 6, 7), ("check backends", 7, 7)]
     choice = bundle.manifest.choice
     assert choice is not None
-    backends = {what for what, _, _ in heard.steps["measure backends"]}
+    backends = {what for what, _, _ in recorder.steps["measure backends"]}
     assert backends == {*choice.milliseconds, *choice.dropped} >= {"onnxruntime-cpu"}
 
 
-def test_a_function_hears_the_names_of_stages() -> None:
+def test_a_function_receives_the_names_of_stages() -> None:
     names: list[str] = []
     stages = Stages(names.append, ["first", "second"])
     Steps(stages.begin("first"), 1).begin("a step")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the command line is one line, one exit code, and with `--json` one document; and whatever a
+"""Every error on the command line is one line, one exit code, and with `--json` one document; and whatever a
 stranger's bundle says, the terminal stays the user's."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Here = Callable[..., Done]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
-    """Exit code and both streams of a command in this process."""
+    """Run a command in this process; return its exit code and both streams."""
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["attnforge", *map(str, arguments)])
@@ -46,7 +46,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def refused(done: Done, code: int, words: str = "") -> dict[str, str]:
-    """The document of a command that was refused in one line."""
+    """Return the document of a command that was refused with one line."""
     status, printed, said = done
     assert status == code
     assert "Traceback" not in said and words in said
@@ -130,7 +130,7 @@ def test_numbers_that_json_does_not_know_are_null(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", ["file/below.npz", "n" * 300 + ".npz"], ids=["below a file", "long"])
-def test_an_output_that_cannot_be_written_is_said_before(
+def test_an_output_that_cannot_be_written_is_reported_first(
     here: Here, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -178,7 +178,7 @@ def test_standard_output_that_is_full_is_one_line(copy: Path, arguments: tuple[s
 # --- names that are not UTF-8 -----------------------------------------------------------------------------------------
 
 BYTE = os.fsdecode(b"\xff")
-"""A byte that is no UTF-8, as Python has it in the name of a file."""
+"""A byte that is not UTF-8, as Python represents it in a file name."""
 
 
 @pytest.mark.parametrize("arguments", [("deploy", "--help"), ("models",)])
@@ -338,7 +338,7 @@ def test_what_is_plain() -> None:
     assert plain("größer → [x]") == "größer → [x]"
 
 
-def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
+def test_a_terminal_whose_encoding_lacks_characters_works(copy: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     code = f"from attnforge.cli import main; import sys; sys.argv = ['attnforge', 'inspect', {str(copy)!r}]; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=120)
@@ -346,10 +346,10 @@ def test_a_terminal_that_knows_few_letters_shows_few(copy: Path) -> None:
     done.stdout.decode("ascii")
 
 
-# --- told to end ------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
-TOLD = """
+INTERRUPTED = """
 import os, signal, sys
 import attnforge
 from attnforge.cli import main, terminal
@@ -378,7 +378,7 @@ def status():
         return ended.code
 
 def before(number, frame):
-    print("nobody heard")
+    print("not handled by the command")
 
 signal.signal(number, before)
 sys.argv[1:] = ["verify", "absent", "--json"]
@@ -394,11 +394,11 @@ print(first, status())
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("swallowed", ["as an error", "and forgotten", "not"])
 def test_a_signal_ends_the_command_whatever_a_library_makes_of_it(number: signal.Signals, swallowed: str) -> None:
-    command = [sys.executable, "-c", TOLD, str(int(number)), swallowed]
+    command = [sys.executable, "-c", INTERRUPTED, str(int(number)), swallowed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
     assert "interrupted" in done.stderr
     document, _, codes = done.stdout.rstrip().rpartition("\n")
-    assert codes == f"{128 + number} 1", done.stderr  # the next command was told nothing
+    assert codes == f"{128 + number} 1", done.stderr  # the signal does not affect the next command
     assert json.loads(document)["error"]["kind"] == "Interrupted"
 
 

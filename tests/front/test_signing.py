@@ -1,4 +1,4 @@
-"""Whose bundle is it: signed, moved, altered by a byte, signed by another, by every way that opens a bundle."""
+"""Signed bundles: moved, altered by a byte, or signed by another key, with every way to open a bundle."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_signed_and_moved_are_accepted(signed: Path, key: Path, use: Use) -> Non
 @by_every_way
 @pytest.mark.parametrize("name", [MODEL, MANIFEST, "reference/outputs.safetensors", PLAN])
 def test_altered_by_a_byte_is_refused(signed: Path, key: Path, use: Use, name: str) -> None:
-    """Also in files that are not used."""
+    """This includes unused files."""
     data = bytearray((signed / name).read_bytes())
     data[-2] ^= 1
     (signed / name).write_bytes(data)
@@ -102,14 +102,14 @@ def test_altered_by_a_byte_is_refused(signed: Path, key: Path, use: Use, name: s
 
 @pytest.mark.parametrize("trusted", [True, 5, [5], b"key", [b"key"], [None]])
 def test_keys_that_are_no_paths(copy: Path, trusted: Any) -> None:
-    with pytest.raises(UsageError, match=r"trusted is .*; give the files of public keys, or False to ask for none"):
+    with pytest.raises(UsageError, match=r"trusted is .*; give the files of public keys, or False to require none"):
         attnforge.load(copy, trusted=trusted)
 
 
 @by_every_way
 def test_signed_by_another_is_refused(signed: Path, key: Path, use: Use) -> None:
     other = new_key(key.with_name("other.key"))
-    refused(use, signed, other.with_suffix(".pub"), "signed by another key, .*other.pub is asked for; do not use")
+    refused(use, signed, other.with_suffix(".pub"), "signed by another key, .*other.pub is required; do not use")
     sign(signed, other, force=True)
     use(signed, other.with_suffix(".pub"))
     refused(use, signed, key.with_suffix(".pub"), "signed by another key")
@@ -121,7 +121,7 @@ def test_not_signed_is_refused_and_nothing_of_it_parsed(
 ) -> None:
     monkeypatch.setattr(reading, "_parsed_manifest", lambda *arguments: pytest.fail("the manifest was parsed"))
     (copy / MANIFEST).write_text("{" * 10_000)
-    refused(use, copy, key.with_suffix(".pub"), "has no signature, .*maker.pub is asked for; have its maker sign it")
+    refused(use, copy, key.with_suffix(".pub"), "has no signature, .*maker.pub is required; have its maker sign it")
     (copy / SIGNATURE).write_text("{" * 100_000)
     refused(use, copy, key.with_suffix(".pub"), "signed by another key, or its model.sig is altered")
 
@@ -141,7 +141,7 @@ def test_nobody_asks_and_signed_or_not_is_accepted(signed: Path, use: Use) -> No
 
 
 def test_what_is_checked_is_what_is_used(signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest that is exchanged after its signature was checked changes nothing, nor does a model."""
+    """Exchanging the manifest or a model after the signature was checked has no effect."""
     opened = Bundle(signed, lazily=True, trusted=key.with_suffix(".pub"))
     (signed / MODEL).write_bytes(b"another")
     with pytest.raises(BundleError, match="altered"):
@@ -151,7 +151,7 @@ def test_what_is_checked_is_what_is_used(signed: Path, key: Path, monkeypatch: p
 def test_the_manifest_that_was_signed_is_the_one_that_is_parsed(
     signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stands in its place while the signature is checked."""
+    """Whatever replaces it while the signature is checked."""
     own = (signed / MANIFEST).read_bytes()
     another = own.replace(b'"name": "small"', b'"name": "other"', 1)
     assert another != own
@@ -253,16 +253,20 @@ def test_keys_that_are_none(copy: Path, key: Path) -> None:
         secret.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, BestAvailableEncryption(b"x"))
     )
     for file, words in (
-        (wrong, "is no private key"),
-        (key.with_suffix(".pub"), "is no private key"),
+        (wrong, "is not a private key"),
+        (key.with_suffix(".pub"), "is not a private key"),
         (locked, "has a password"),
         (key.with_name("absent"), "cannot be read"),
-        (key.parent, "is no private key|cannot be read"),
+        (key.parent, "is not a private key|cannot be read"),
     ):
         with pytest.raises(UsageError, match=words) as raised:
             sign(copy, file)
         assert "\n" not in str(raised.value) and not (copy / SIGNATURE).exists()
-    for file, words in ((key, "is no public key"), (wrong, "is no public key"), (key.with_name("absent"), "be read")):
+    for file, words in (
+        (key, "is not a public key"),
+        (wrong, "is not a public key"),
+        (key.with_name("absent"), "be read"),
+    ):
         with pytest.raises(UsageError, match=words) as raised:
             Bundle(copy, trusted=file)
         assert "\n" not in str(raised.value)
@@ -275,7 +279,7 @@ def test_the_environment_names_keys(signed: Path, key: Path, monkeypatch: pytest
     monkeypatch.setenv(TRUSTED, str(other))
     for use in USES:
         refused(use, signed, None, "signed by another key")
-    load(signed, key.with_suffix(".pub"))  # what the caller says goes before
+    load(signed, key.with_suffix(".pub"))  # the argument takes precedence
     Bundle(signed, trusted=False)
     monkeypatch.setenv(TRUSTED, os.pathsep.join(map(str, (other, key.with_suffix(".pub")))))
     for use in USES:
@@ -323,8 +327,8 @@ def test_what_is_not_whole_is_not_signed(copy: Path, key: Path) -> None:
     assert not (copy / SIGNATURE).exists()
 
 
-def test_a_signature_is_overwritten_when_told_to_and_is_no_unlisted_file(signed: Path, key: Path) -> None:
-    with pytest.raises(UsageError, match="is signed already"):
+def test_a_signature_is_overwritten_on_request_and_is_not_an_unlisted_file(signed: Path, key: Path) -> None:
+    with pytest.raises(UsageError, match="is already signed"):
         sign(signed, key)
     sign(signed, key, force=True)
     opened = Bundle(signed)

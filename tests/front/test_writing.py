@@ -1,4 +1,4 @@
-"""Bundles and files are written whole, in their place alone, and nothing stays behind a process that was killed."""
+"""Bundles and files are written atomically and nowhere else, and leftovers of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fill(folder: Path, source: Path) -> None:
     shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
-# --- what stands at the place -----------------------------------------------------------------------------------------
+# --- existing destinations --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -71,7 +71,10 @@ def test_a_folder_that_appears_at_the_last_instant_is_left_alone(
 @pytest.mark.parametrize("name", ["notes.txt", "onnxruntime/notes.txt", "link"])
 def test_force_leaves_a_bundle_with_other_files_alone(copy: Path, name: str) -> None:
     (copy / name).symlink_to("/etc") if name == "link" else (copy / name).write_text("mine")
-    with pytest.raises(UsageError, match=f"holds '{name}', which is not the bundle's"), writing(copy, force=True):
+    with (
+        pytest.raises(UsageError, match=f"contains '{name}', which is not part of the bundle"),
+        writing(copy, force=True),
+    ):
         pytest.fail("minutes of work for nothing")
     assert os.path.lexists(copy / name)
 
@@ -107,7 +110,7 @@ def test_a_read_only_bundle_is_not_overwritten_whoever_asks(copy: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "nul\0", "loop/bundle", "file/bundle"])
-def test_a_place_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None:
+def test_an_impossible_path_is_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError) as raised, writing(tmp_path / name, force=False):
@@ -139,7 +142,7 @@ def test_a_folder_that_is_not_utf_8_is_refused_before_the_work(tmp_path: Path) -
     ("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
 )
 def test_permissions_are_those_of_new_files(tmp_path: Path, mask: int, file: int, folder: int) -> None:
-    """A library writes its files for their owner alone, so that another user's verify fails."""
+    """A library makes its files private to their owner, so that verify would fail for other users."""
     before = os.umask(mask)
     try:
         with writing(tmp_path / "out", False) as made:
@@ -166,7 +169,7 @@ def test_a_link_is_not_made_writable(tmp_path: Path) -> None:
 
 
 def test_folders_exchange_at_one_instant(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a whole bundle at its place at every moment: no rename leaves it empty."""
+    """There is a complete bundle at every moment: no rename leaves its path empty."""
     monkeypatch.setattr(Path, "rename", lambda *paths: pytest.fail("between two renames there is no bundle"))
     whole = Path(shutil.copytree(copy, tmp_path / "whole"))
     old = (copy / MANIFEST).stat().st_ino
@@ -277,10 +280,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "nul\0", "folder", "file/below"])
-def test_a_file_that_cannot_be_written_is_said_before(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_written_is_reported_first(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot be written: .*; choose another place"):
+    with pytest.raises(UsageError, match=r"cannot be written: .*; choose another file"):
         check_writable(tmp_path / name)
     check_writable(tmp_path / "fine")
     check_writable(tmp_path / "absent/too/fine")
@@ -289,7 +292,7 @@ def test_a_file_that_cannot_be_written_is_said_before(tmp_path: Path, name: str)
 
 @pytest.fixture(params=["pipe", "device", "link to a device"])
 def special(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """What is no regular file: a pipe, a device like /dev/null, or a link to one."""
+    """A file that is not regular: a pipe, a device like /dev/null, or a link to one."""
     file = tmp_path / "special"
     if request.param == "pipe":
         os.mkfifo(file)
@@ -304,7 +307,7 @@ def special(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_what_is_no_regular_file_is_not_replaced(special: Path) -> None:
     before = os.lstat(special).st_ino, os.stat(special).st_mode
-    with pytest.raises(UsageError, match="cannot be written: it is not a regular file; choose another place"):
+    with pytest.raises(UsageError, match="cannot be written: it is not a regular file; choose another file"):
         check_writable(special)
     with pytest.raises(OSError, match="not a regular file"):
         write_whole(special, b"all")
@@ -325,7 +328,7 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_is_said_of_a_file_with_what_is_free(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_file_and_what_is_free(tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
     done = subprocess.run([sys.executable, "-c", FULL, str(out)], capture_output=True, text=True, timeout=120)
     is_limit, file, why = done.stdout.strip().split("|")
@@ -348,7 +351,7 @@ while True:
 """
 
 TIMES = int(os.environ.get("ATTNFORGE_KILLS", "10"))
-"""How often a process is killed: `make kill` says a hundred."""
+"""Number of times a process is killed: 100 in `make kill`."""
 
 
 @pytest.fixture(scope="module")

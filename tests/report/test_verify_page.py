@@ -1,4 +1,4 @@
-"""The page of a verification: the attention weights that it shows, what it says, and how a browser shows it."""
+"""The page of a verification: its attention weights, its text, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Pages = dict[str, tuple[Report, str, Path]]
 
 
 class Attends(nn.Module):
-    """Four heads of 16, whose scale fp32 holds as it is, on keys of four heads or fewer; a mask of (queries, keys)."""
+    """Four heads of 16, whose scale is exact in fp32, with four or fewer key heads; a mask of (queries, keys)."""
 
     def __init__(self, key_heads: int = 4, is_causal: bool = False) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Attends(nn.Module):
         return result.transpose(1, 2).flatten(2)
 
     def weights(self, x: Tensor, mask: Tensor | None = None) -> Array:
-        """Of the first sample, in float64."""
+        """Return the weights of the first sample, in float64."""
         query, key, _ = self.double().parts(x.double())
         scores = query @ key.repeat_interleave(4 // self.key_heads, 1).transpose(-2, -1) / 4
         if self.is_causal:
@@ -79,7 +79,7 @@ class Attends(nn.Module):
 
 
 class InTurn(nn.Module):
-    """One site a form."""
+    """A module with one site per form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class InTurn(nn.Module):
 
 
 class Form(NamedTuple):
-    """A form of a site, and the site that it is for."""
+    """A form, and a site that it applies to."""
 
     form: str
     key_heads: int
@@ -116,7 +116,7 @@ FORMS = [
 
 
 class Always:
-    """A tuner that measures nothing and chooses one form, or that of :data:`FORMS` for each site of `InTurn`."""
+    """A tuner that chooses a given form without measuring, or the form of :data:`FORMS` for each site of `InTurn`."""
 
     form, spent = "", 0.0
 
@@ -142,7 +142,7 @@ def deployed_as(
 
 @pytest.fixture(scope="module")
 def in_turn(tmp_path_factory: pytest.TempPathFactory) -> tuple[InTurn, tuple[Tensor, ...], dict[str, SiteMaps]]:
-    """A module of every form, its example, and the maps of its sites."""
+    """A module with every form, its example, and the maps of its sites."""
     torch.manual_seed(1)
     module, out = InTurn(), tmp_path_factory.mktemp("forms") / "bundle"
     with pytest.MonkeyPatch.context() as patch:
@@ -197,7 +197,7 @@ def test_weights_of_capped_scores_with_a_mask(tmp_path: Path, monkeypatch: pytes
 
 
 class Apart(nn.Module):
-    """Causal attention of four heads that are projected apart."""
+    """Causal attention with four separately projected heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Window(Attends):
 
 
 class FirstKey(Window):
-    """All see the first key besides, and with `first` the first query sees all keys."""
+    """Every query also sees the first key, and with `first` the first query sees all keys."""
 
     first = False
 
@@ -282,7 +282,7 @@ def test_there_is_no_map_where_first_queries_are_computed_apart(
     bundle, _ = deployed_as(form, FirstQuery(2), False, tmp_path / "bundle", "fp32", monkeypatch)
     maps = attention_maps(bundle)
     assert list(maps) == []
-    assert list(maps.left_out.values()) == ["its first queries are computed apart"]
+    assert list(maps.left_out.values()) == ["its first queries are computed separately"]
 
 
 def test_eager_is_rounded_and_deployed_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,13 +322,13 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def small(small: DeploySmall) -> Bundle:
-    """Two heads that attend to a padded memory."""
+    """Two heads of attention to a padded memory."""
     return small("fp32")
 
 
 @pytest.fixture(scope="module")
 def faulty(digits: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The same, with the scale of its second site off by 1%."""
+    """The same bundle, with the scale of its second site off by 1%."""
     folder = Path(shutil.copytree(digits.path, tmp_path_factory.mktemp("faulty") / "bundle"))
     file = folder / "onnxruntime/model.onnx"
     model = ir.load(file)
@@ -361,7 +361,7 @@ def test_what_is_left_out_says_why(
     assert not list(found) and "no ONNX Runtime model" in next(iter(found.left_out.values()))
     monkeypatch.setattr(looking, "MOST_IN_ALL", 4 * 16 * 16)
     found = attention_maps(digits)
-    assert [one.site for one in found] == ["attentions.0"] and "enough" in found.left_out["attentions.1"]
+    assert [one.site for one in found] == ["attentions.0"] and "limit" in found.left_out["attentions.1"]
     monkeypatch.setattr(looking, "MOST_SCORES", 100)
     found = attention_maps(digits)
     assert not list(found) and "4 × 16 × 16" in found.left_out["attentions.0"]
@@ -412,7 +412,7 @@ def written(report: Report, bundle: Bundle, file: Path) -> str:
 
 @pytest.fixture(scope="module")
 def pages(small: Bundle, digits: Bundle, faulty: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Pages:
-    """Of a bundle that passes, one of images, and one that fails: the report, the page and its file."""
+    """Report, page and file of a bundle that passes, one with images, and one that fails."""
     folder = tmp_path_factory.mktemp("pages")
     made = {}
     for name, bundle in {"small": small, "digits": digits, "faulty": faulty}.items():
@@ -513,7 +513,7 @@ def test_hostile_names_are_text(small: Bundle, pages: Pages, tmp_path: Path) -> 
     assert hostile in parsed.text and hostile not in text
 
 
-def test_warnings_metrics_and_what_did_not_run_are_said(small: Bundle, pages: Pages, tmp_path: Path) -> None:
+def test_warnings_metrics_and_what_did_not_run_are_shown(small: Bundle, pages: Pages, tmp_path: Path) -> None:
     report = pages["small"][0]
     metric = MetricReport(
         name="accuracy", value=0.875, eager=0.9375, float64=0.96875, least=0.91, samples=32, passed=False,
@@ -547,7 +547,7 @@ def copy(small: Bundle, tmp_path: Path) -> Path:
 
 
 def page_of(folder: Path) -> str:
-    """The page of a bundle, however its verification ends, as the command writes it."""
+    """Return the page that the command writes for a bundle, whether or not its verification passes."""
     done = CliRunner().invoke(app, ["verify", "-b", "onnxruntime-cpu", str(folder), "--html", str(folder) + ".html"])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
@@ -562,7 +562,7 @@ def test_a_bundle_without_cases_has_a_page(copy: Path) -> None:
 
 def test_a_site_of_which_a_target_says_nothing_is_left_out(copy: Path) -> None:
     rewrite(copy, lambda manifest: manifest.attention.details[0].targets.clear())
-    assert "the manifest does not say what it became for ONNX Runtime" in page_of(copy)
+    assert "the manifest does not say how it was lowered for ONNX Runtime" in page_of(copy)
 
 
 @pytest.mark.parametrize("size", [1e30, 1e300])
@@ -572,7 +572,7 @@ def test_a_budget_of_any_size_is_drawn(copy: Path, size: float) -> None:
 
 
 def turned_back(graph: onnx.GraphProto) -> None:
-    """Let the first node take what the last one gives."""
+    """Connect the last node's output to the first node, which makes a cycle."""
     graph.node[0].input[0] = graph.node[-1].output[0]
 
 
@@ -621,7 +621,9 @@ def test_a_page_needs_no_torch(digits: Bundle, tmp_path: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_written_is_said_first(digits: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_reported_first(
+    digits: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def verify(*_: object, **__: object) -> Report:
         raise AssertionError("verified before it was known that a page can be written")
 

@@ -490,7 +490,7 @@ REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
         lambda i: i | {"padding": i["padding"][:, :6]},
         "pairs is 4 in input 'memory' and 3 in input 'padding'",
     ),
-    "a list": (lambda i: i | {"x": i["x"].tolist()}, "input 'x' is list; give a NumPy array or one that offers DLPack"),
+    "a list": (lambda i: i | {"x": i["x"].tolist()}, "input 'x' is list; give a NumPy array or one that supports"),
     "None": (lambda i: i | {"x": None}, "input 'x' is NoneType"),
 }
 

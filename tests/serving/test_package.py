@@ -279,7 +279,7 @@ def test_a_signature_stays_good(copy: Path, tmp_path: Path) -> None:
     assert (Path(made.folder) / FOLDER / SIGNATURE).exists()
     Bundle(Path(made.folder) / FOLDER, trusted=key.with_suffix(".pub"))
     (copy / "notes.txt").write_text("mine")
-    with pytest.raises(BundleError, match="its signature is of other files"):
+    with pytest.raises(BundleError, match="its signature does not cover them"):
         package([copy], tmp_path / "other", QUICK)
     assert not (tmp_path / "other").exists()
 
@@ -426,7 +426,7 @@ def test_names_and_options_that_cannot_be_meant(small: DeploySmall, tmp_path: Pa
         (lambda: package([bundle, bundle], place, QUICK), UsageError, "are both 'small-fp32'"),
         (lambda: package([bundle, bundle], place, QUICK, name="x"), UsageError, "cannot all be named 'x'"),
         (lambda: package([bundle], place, QUICK, name="../x"), UsageError, r"'\.\./x' is not a model name"),
-        (lambda: package([bundle], Path("\0"), QUICK), UsageError, "is no place for a folder"),
+        (lambda: package([bundle], Path("\0"), QUICK), UsageError, "cannot be a folder"),
         (lambda: package([tmp_path / "nothing"], place, QUICK), BundleError, "no bundle at"),
         (lambda: Packaging("pytorch"), UnknownNameError, "known: onnxruntime, python, tensorrt"),
         (lambda: Packaging(session="eager"), UnknownNameError, "unknown backend 'eager'"),
@@ -468,7 +468,7 @@ def test_the_command_line(
     code, out, _ = run(capsys, monkeypatch, *usual)
     assert code == 0 and "small-fp32, version 1, on python: requests are not joined" in " ".join(out.split())
     code, _, err = run(capsys, monkeypatch, *usual)
-    assert code == 2 and "say which version is added (--version 2)" in err
+    assert code == 2 and "add a version to it (--version 2)" in err
     code, out, err = run(capsys, monkeypatch, *usual, "--version", 2, "--json")
     assert code == 0 and not err
     document = json.loads(out)

@@ -278,14 +278,14 @@ def test_the_command_line(small: DeploySmall, tmp_path: Path, command: Callable[
     code, out, err = command(*usual, tmp_path / "held")
     lines = out.splitlines()
     assert code == 0 and not err and lines[-1] == f"written to: {tmp_path / 'held'}"
-    assert lines[0].startswith("hold onnxruntime to the budget of ") and BUDGET in lines[0]
+    assert lines[0].startswith("check onnxruntime against the budget of ") and BUDGET in lines[0]
     code, out, err = command(*usual, tmp_path / "other", "--json")
     assert code == 0 and json.loads(out)["folder"] == str(tmp_path / "other")
     for words, message in (
         ((*usual, tmp_path / "held"), "exists; choose another folder"),
         (("package", bundle, *usual[1:], tmp_path / "x"), "2 bundles were given"),
-        ((*usual, tmp_path / "x", "--version", 2), "--version is Triton's; leave it out for polygraphy"),
-        ((*usual, tmp_path / "x", "-b", "python"), "--backend is Triton's"),
+        ((*usual, tmp_path / "x", "--version", 2), "--version applies to triton only; leave it out for polygraphy"),
+        ((*usual, tmp_path / "x", "-b", "python"), "--backend applies to triton only"),
     ):
         code, _, err = command(*words)
         assert (code, err.count("\n")) == (2, 1) and message in err

@@ -293,7 +293,7 @@ def test_an_altered_bundle_keeps_its_model_from_ready(server: Server, add: Calla
     with client_of(server, "http") as client:
         with pytest.raises(InferenceServerException, match="load failed for model 'altered'"):
             client.load_model("altered")
-        assert re.search("BundleError: .*(was altered|is no valid manifest)", server.text()[before:])
+        assert re.search("BundleError: .*(was altered|is not a valid manifest)", server.text()[before:])
         assert not server.is_ready("altered")
         assert asking(client, "http", "small-fp32")(small_inputs())["output"].shape == (3, 4, 16)
 

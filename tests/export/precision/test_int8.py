@@ -396,11 +396,11 @@ def test_real_sizes_outside_the_data_are_right(by_tensor: Bundle) -> None:
 def test_inspect_says_what_is_in_8_bits(by_tensor: Bundle) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(by_tensor.path)]).output
     assert (
-        "6 products" in shown and "by tensor" in shown and "onnxruntime: 6 of 6 multiplied as they are stored" in shown
+        "6 products" in shown and "by tensor" in shown and "onnxruntime: 6 of 6 products multiplied as stored" in shown
     )
     document = json.loads(CliRunner().invoke(app, ["inspect", str(by_tensor.path), "--json"]).output)
     assert document["quantised"]["type"] == "int8" and document["targets"]["onnxruntime"]["low_bit"] == 6
-    assert "openvino: queries × keys in int8 at 1 sites; attention errs most" in " ".join(shown.split())
+    assert "openvino: queries × keys in int8 at 1 sites; largest error" in " ".join(shown.split())
     assert f"openvino: {INT8_FORM}" in shown and list(document["quantised"]["scores"]) == ["attention"]
 
 
@@ -757,8 +757,8 @@ def test_the_cli_takes_real_inputs_from_files(tmp_path: Path) -> None:
     np.savez(folder / "c.npz", picture=image)
     for wrong, message in (
         (folder, "the model has no input 'picture'; it takes image"),
-        (tmp_path, "holds no real inputs; give an .npz"),
-        (tmp_path / "none.npz", "holds no real inputs; give an .npz"),
+        (tmp_path, "has no real inputs; give an .npz"),
+        (tmp_path / "none.npz", "has no real inputs; give an .npz"),
     ):
         run = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "c"), "--calibrate", str(wrong)])
         assert isinstance(run.exception, AttnforgeError) and message in str(run.exception)

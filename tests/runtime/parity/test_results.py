@@ -127,38 +127,38 @@ def nested(depth: int) -> str:
 
 
 REFUSED: dict[str, tuple[Callable[[Document], object], str]] = {
-    "another object": (lambda d: d.update({KIND: "AccuracyResults"}), "holds no results of Polygraphy"),
+    "another object": (lambda d: d.update({KIND: "AccuracyResults"}), "has no Polygraphy results"),
     "no list": (lambda d: d.update(lst={}), "has no list of runs"),
     "no run": (lambda d: d.update(lst=[]), "has no runner with results"),
     "no iterations": (lambda d: d["lst"][0][1].clear(), "has no runner with results"),
     "a run without a name": (lambda d: d["lst"].append([3, []]), "a run without a name"),
     "a run that is none": (lambda d: d["lst"].append("x"), "a run without a name"),
-    "two of one name": (lambda d: d["lst"].append(d["lst"][0]), "two runners of the name 'mine'"),
+    "two of one name": (lambda d: d["lst"].append(d["lst"][0]), "two runners named 'mine'"),
     "one iteration less": (lambda d: d["lst"][0][1].pop(), r"mine has \d+ iterations, and .* has \d+ cases"),
     "an iteration that is none": (lambda d: d["lst"][0][1].append([]), "an iteration without outputs"),
     "another output": (
         lambda d: d["lst"][0][1][0].update(outputs={"y\n": d["lst"][0][1][0]["outputs"]["output"]}),
         "has no output 'output' of example; it has y",
     ),
-    "an output that is none": (lambda d: d["lst"][0][1][0]["outputs"].update(output=3), "output is no array"),
+    "an output that is none": (lambda d: d["lst"][0][1][0]["outputs"].update(output=3), "output is not an array"),
     "torch's tensor": (
         lambda d: d["lst"][0][1][0]["outputs"]["output"].update(values={"tensor": "x", KIND: "Tensor"}),
-        "is torch's, a pickle, which is not read",
+        "is a torch tensor, a pickle, which is not read",
     ),
-    "a pickle in an array": (set_array(npy(np.array([Trap()]), allow_pickle=True)), "holds Python objects"),
-    "a pickle": (set_array(base64.b64encode(pickle.dumps(Trap())).decode()), "is no array that NumPy reads"),
-    "no base64": (set_array("***"), "is no array that NumPy reads"),
-    "letters beyond ASCII": (set_array("äöü"), "is no array that NumPy reads"),
-    "nothing": (set_array(""), "is no array that NumPy reads"),
+    "a pickle in an array": (set_array(npy(np.array([Trap()]), allow_pickle=True)), "contains Python objects"),
+    "a pickle": (set_array(base64.b64encode(pickle.dumps(Trap())).decode()), "is not an array that NumPy reads"),
+    "no base64": (set_array("***"), "is not an array that NumPy reads"),
+    "letters beyond ASCII": (set_array("äöü"), "is not an array that NumPy reads"),
+    "nothing": (set_array(""), "is not an array that NumPy reads"),
     "a header alone": (
         set_array(huge("(300, 4)")),
-        r"is cut short: it has \d+ bytes, and float32\[300, 4\] takes more",
+        r"is truncated: it has \d+ bytes, and float32\[300, 4\] takes more",
     ),
-    "a huge shape": (set_array(huge("(1099511627776, 1048576)")), "is cut short"),
-    "numbers of no size": (set_array(huge("(99,)", "|V0")), "is no array that NumPy reads"),
-    "a shape of text": (set_array(huge("('x',)")), "is no array that NumPy reads"),
-    "a header that is code": (set_array(huge("__import__('os')")), "is no array that NumPy reads"),
-    "nested deeply": (set_array(huge(nested(3000))), "is no array that NumPy reads"),
+    "a huge shape": (set_array(huge("(1099511627776, 1048576)")), "is truncated"),
+    "numbers of no size": (set_array(huge("(99,)", "|V0")), "is not an array that NumPy reads"),
+    "a shape of text": (set_array(huge("('x',)")), "is not an array that NumPy reads"),
+    "a header that is code": (set_array(huge("__import__('os')")), "is not an array that NumPy reads"),
+    "nested deeply": (set_array(huge(nested(3000))), "is not an array that NumPy reads"),
 }
 
 
@@ -176,12 +176,12 @@ def test_invalid_and_hostile_results_are_refused_in_one_line(
 
 
 FILES = {
-    "no JSON": (b"\x00\xff", "cannot be read as results"),
-    "half of it": (b'{"polygraphy_class": "RunRes', "cannot be read as results"),
-    "nested": (b"[" * 100_000, "cannot be read as results"),
-    "a number of many digits": (b'{"lst": ' + b"9" * 5000 + b"}", "cannot be read as results"),
-    "a list": (b"[1]", "holds no results of Polygraphy"),
-    "not a number": (b"NaN", "holds no results of Polygraphy"),
+    "no JSON": (b"\x00\xff", "cannot be read as Polygraphy results"),
+    "half of it": (b'{"polygraphy_class": "RunRes', "cannot be read as Polygraphy results"),
+    "nested": (b"[" * 100_000, "cannot be read as Polygraphy results"),
+    "a number of many digits": (b'{"lst": ' + b"9" * 5000 + b"}", "cannot be read as Polygraphy results"),
+    "a list": (b"[1]", "has no Polygraphy results"),
+    "not a number": (b"NaN", "has no Polygraphy results"),
     "many values": (b"[" + b"0," * 300_000 + b"0]", "more than 200,000 values"),
 }
 
@@ -199,7 +199,7 @@ def test_missing_and_too_large_files_are_refused(
     bundle: Bundle, document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (".", "absent.json", "a\0b"):
-        with pytest.raises(InputError, match="cannot be read as results"):
+        with pytest.raises(InputError, match="cannot be read as Polygraphy results"):
             verify_results(bundle, f"{tmp_path}/{name}")
     (tmp_path / "run.json").write_text(json.dumps(document))
     monkeypatch.setattr(polygraphy_files, "available", lambda: 1000)
@@ -248,6 +248,6 @@ def test_the_command_line(
     assert code == 1 and "over the budget" in " ".join(out.split())
     file.write_text("{}")
     code, _, err = run("--results", file)
-    assert code == 2 and "holds no results of Polygraphy" in err and err.count("\n") == 1
+    assert code == 2 and "has no Polygraphy results" in err and err.count("\n") == 1
     code, _, err = run("--results", file, "-b", "onnxruntime-cpu", "-b", "openvino")
-    assert code == 2 and "results are of one model, and 2 backends are named" in err
+    assert code == 2 and "--results takes one backend, and 2 were given" in err
