@@ -31,6 +31,7 @@ fuzz: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p attnforge -p benchmarks -p tests
 

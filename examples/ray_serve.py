@@ -1,4 +1,4 @@
-"""A bundle behind Ray Serve: scanned digits from many clients at once, over a handle and over HTTP.
+"""A bundle served by Ray Serve: scanned digits from many clients at once, over a handle and over HTTP.
 
 python examples/ray_serve.py [FOLDER] [REQUESTS] [PORT]
 """

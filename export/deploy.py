@@ -257,7 +257,7 @@ def _made(
         shelf = Shelf(folder)
         shelf.save(model, CANONICAL)
         if reference is source:  # otherwise the canonical graph has other weights, which the plain one cannot share
-            shelf.save_beside(plain, PLAIN, model, CANONICAL)
+            shelf.save_sharing(plain, PLAIN, model, CANONICAL)
         if isinstance(source, Imported):
             shelf.share(source.original.model)
 

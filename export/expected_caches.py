@@ -14,7 +14,7 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.decoding.insert import in_cache
-from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.build import Builder, insert, typed
 from attnforge.export.graphs.execute import at_own_precision, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
@@ -97,7 +97,7 @@ def with_caches(model: ir.Model, sites: Sequence[Site], names: Sequence[str]) ->
             value = insert(graph, a.node, partial(_arranged, a=a, kept=kept), stem=f"{a.node.name}/{name}")
             value.name = name
             graph.outputs.append(value)
-    return written_out(model, list(sites))
+    return decomposed(model, list(sites))
 
 
 def _arranged(op: Builder, a: Attention, kept: tuple[Operand, Layout]) -> ir.Value:

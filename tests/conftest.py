@@ -14,7 +14,7 @@ os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (a test w
 os.environ["ATTNFORGE_CACHE"] = "off"  # a test that deploys makes everything itself, unless it says otherwise
 
 
-@pytest.hookimpl(trylast=True)  # behind xdist's, which registers what hands tests out
+@pytest.hookimpl(trylast=True)  # after xdist's, which registers what hands tests out
 def pytest_configure(config: pytest.Config) -> None:
     """Give each worker a processor of its own, so that libraries start one thread: a second one takes a worker's time
     from another, and ONNX Runtime's spin while they wait."""

@@ -18,7 +18,7 @@ from attnforge.bench.results import Cases, Contender
 from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import BundleError, first_line
 from attnforge.export.decoding.whole import whole_graph
-from attnforge.export.diagnosis.stages import sites_of, written_out
+from attnforge.export.diagnosis.stages import decomposed, sites_of
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.reference import kept
 from attnforge.precision import precision_named
@@ -59,7 +59,7 @@ class Baseline:
             eager_at = name if manifest.eager_precision == manifest.precision else manifest.eager_precision
             answers = expected(self.job.module, precision_named(eager_at), feeds)
             if manifest.quantised is not None:  # the eager baseline is the same Q/DQ graph
-                again = as_it_is(written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
+                again = as_it_is(decomposed(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
                 answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
             for output, (eager, exact) in answers.items():
                 is_own = name == manifest.precision  # a bundle that chose its precisions is compared with fp32 eager

@@ -30,7 +30,7 @@ from attnforge.bench.results import DecodingContender, DecodingResults, FirstTok
 from attnforge.bundle import CANONICAL, PLAIN, Case, DimSpec
 from attnforge.errors import UsageError
 from attnforge.export.graphs.execute import as_it_is, in_float64
-from attnforge.export.graphs.saving import beside, load_graph
+from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.export.sources.named import check_trusted
 from attnforge.memory import resident
 from attnforge.runtime.backends.eager import run, torch_dtype
@@ -209,7 +209,7 @@ class Truth:
         elif is_at_hand(job):
             eager = exact = run(job.torch_module(), job.feeds, torch_dtype(job.precision))[job.output].double().numpy()
         elif PLAIN in manifest.files:
-            plain = beside(load_graph(job.bundle, PLAIN), load_graph(job.bundle, CANONICAL))
+            plain = with_weights_of(load_graph(job.bundle, PLAIN), load_graph(job.bundle, CANONICAL))
             eager = as_it_is(plain)(job.feeds)[job.output].astype(np.float64)
             exact = in_float64(plain)(job.feeds)[job.output] if is_float64 else eager
         else:

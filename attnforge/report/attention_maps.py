@@ -22,7 +22,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, Bundle, Case, Manifest, SiteRecord
 from attnforge.errors import first_line
 from attnforge.export.decoding.whole import whole_graph
-from attnforge.export.diagnosis.stages import scores_of, sites_of, written_out
+from attnforge.export.diagnosis.stages import decomposed, scores_of, sites_of
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.float64 import to_double
@@ -107,7 +107,7 @@ def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
     canonical = {name: record for name, record in records.items() if name not in left_out}
     if not canonical:
         return maps
-    model = written_out(whole_graph(bundle, CANONICAL), sites_of(manifest.attention))
+    model = decomposed(whole_graph(bundle, CANONICAL), sites_of(manifest.attention))
     written = _written_sites(model, list(canonical))
     operands = list(dict.fromkeys(name for site in written.values() for name in site.operands))
     try:

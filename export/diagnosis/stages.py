@@ -13,7 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.decoding.whole import whole_graph
-from attnforge.export.graphs.saving import beside, load_graph
+from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.onnxruntime import candidates_for, write
 from attnforge.export.tensorrt.build import site_of
@@ -42,9 +42,9 @@ def stages(bundle: Bundle, *, of_step: bool = False) -> list[Stage]:
     """
     graph_of = load_graph if of_step else whole_graph
     canonical = graph_of(bundle, CANONICAL)
-    graphs = [Stage("canonical", written_out(canonical, sites_of(bundle.manifest.attention)))]
+    graphs = [Stage("canonical", decomposed(canonical, sites_of(bundle.manifest.attention)))]
     if PLAIN in bundle.manifest.files and not of_step:
-        graphs.insert(0, Stage("plain", beside(load_graph(bundle, PLAIN), canonical)))
+        graphs.insert(0, Stage("plain", with_weights_of(load_graph(bundle, PLAIN), canonical)))
     files: set[str] = set()
     for target, record in bundle.manifest.targets.items():
         if record.model not in files:  # both TensorRTs parse one file
@@ -58,7 +58,7 @@ def sites_of(certificate: Certificate) -> list[Site]:
     return [Site(d.site, d.written_as, f"{d.site}/Attention", d.form) for d in certificate.details if d.canonical]
 
 
-def written_out(canonical: ir.Model, sites: list[Site]) -> ir.Model:
+def decomposed(canonical: ir.Model, sites: list[Site]) -> ir.Model:
     """A copy of the canonical graph with attention decomposed into products around a softmax, which exposes the scores.
 
     Args:

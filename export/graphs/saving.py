@@ -100,7 +100,7 @@ class Shelf:
             if value.const_value is not None:
                 value.const_value = self._shelved.get(value.const_value, value.const_value)
 
-    def save_beside(self, model: ir.Model, name: str, other: ir.Model, other_name: str) -> None:
+    def save_sharing(self, model: ir.Model, name: str, other: ir.Model, other_name: str) -> None:
         """Write `model` without a second copy of the weights that it shares with `other`: they are external data, in
         the data file or at their offsets in the file of `other`.
 
@@ -150,8 +150,8 @@ def load_graph(bundle: Bundle, name: str) -> ir.Model:
         return ir.from_proto(onnx.load_model_from_string(model)) if isinstance(model, bytes) else ir.load(model)
 
 
-def beside(model: ir.Model, other: ir.Model) -> ir.Model:
-    """Give a graph that :meth:`Shelf.save_beside` wrote the weights of `other` that it shares by name; return it.
+def with_weights_of(model: ir.Model, other: ir.Model) -> ir.Model:
+    """Give a graph that :meth:`Shelf.save_sharing` wrote the weights of `other` that it shares by name; return it.
 
     In older bundles, the shared weights are inputs instead of external data.
     """

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.diagnosis.causes import Blame, blame
-from attnforge.export.diagnosis.stages import module_of, written_out
+from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import VIEWS
@@ -44,7 +44,7 @@ def culprits(trials: Trials, high: Assignment) -> Culprits:
     assert case is not None
     inputs = trials.answers.inputs[case.name]
     _, fused = trials.lowered(high)
-    graph = written_out(trials.assigned(high), trials.sites)
+    graph = decomposed(trials.assigned(high), trials.sites)
     try:
         traced = trace(graph, inputs, unrounded_in_fused_kernels(graph, fused))
     except NoDoublePath as error:

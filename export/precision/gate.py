@@ -18,7 +18,7 @@ from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Case, Quantised, QuantisedProduct
 from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.diagnosis.stages import module_of, written_out
+from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.precision.caches import RoundedCache, sites_with_caches
@@ -78,7 +78,7 @@ class QuantisedReference(Derived):
 
     @cached_property
     def _run(self) -> Runner:
-        return as_it_is(written_out(self._model, self._sites))
+        return as_it_is(decomposed(self._model, self._sites))
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def choose_forms(
     answers = Answers.of(whole, real or judged_on(cases), stored)
     steps = Steps(progress)
     steps.begin("the graph in fp32")
-    run = as_it_is(written_out(model, sites))
+    run = as_it_is(decomposed(model, sites))
     for case in answers.cases:
         _check_same(case, run(answers.inputs[case.name]), answers, whole.precision)
     inputs = [answers.inputs[case.name] for case in answers.cases]
@@ -151,7 +151,7 @@ def choose_forms(
     forms: dict[str, Form] = {}
     if scheme is not None:
         steps.begin(f"ranges of {len(quantisable)} products")
-        forms |= calibrate(written_out(model, sites), quantisable, inputs, is_real=bool(real), scheme=scheme)
+        forms |= calibrate(decomposed(model, sites), quantisable, inputs, is_real=bool(real), scheme=scheme)
         forms |= {table.name: Form(error=error_of(table)) for table in rows}
     attended: list[Rounded] = []
     not_in_fp8: dict[str, str] = {}
@@ -335,7 +335,7 @@ class _Gate:
         return None
 
     def _judged(self, quantised: ir.Model) -> Trial:
-        run = as_it_is(written_out(quantised, self._sites))
+        run = as_it_is(decomposed(quantised, self._sites))
         scores = self._requirement.metric() if self._requirement.metric is not None else None
         error, worst, most = 0.0, None, self._requirement.max_error
         for case in self._answers.cases:

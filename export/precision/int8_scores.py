@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import in_int8
 from attnforge.export.lowering.attention import attentions
@@ -83,7 +83,7 @@ def why_over_budget(
     kept, stored = load_file(folder / REFERENCE_OUTPUTS), load_file(folder / REFERENCE_EXAMPLE)
     rounded = model.clone()
     round_operands(rounded, scores)
-    run = as_it_is(written_out(rounded, list(sites)))
+    run = as_it_is(decomposed(rounded, list(sites)))
     for case in cases:
         for name, array in run(make_inputs(case, inputs, stored)).items():
             sums = blocks(array, case) if is_floating(array) else None

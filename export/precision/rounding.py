@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.build import Builder, insert, like
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.runtime.parity.budget import relative_error
@@ -104,7 +104,7 @@ def with_errors(
         twins.graph.outputs.extend([output, result])
         pairs[rounding.name] = str(output.name), str(result.name)
         both.append(Site(f"{rounding.name}/twin", rounding.site.written_as, f"{node.name}/twin", rounding.site.form))
-    run = as_it_is(written_out(twins, both), sorted({name for pair in pairs.values() for name in pair}))
+    run = as_it_is(decomposed(twins, both), sorted({name for pair in pairs.values() for name in pair}))
     errors = dict.fromkeys(pairs, 0.0)
     for feeds in data:
         outputs = run(feeds)
@@ -118,7 +118,7 @@ def peaks_of(
     model: ir.Model, sites: Sequence[Site], names: set[str], data: Sequence[Mapping[str, Array]]
 ) -> dict[str, float]:
     """The largest finite absolute value of every named value on the data, by name."""
-    run, peaks = as_it_is(written_out(model, list(sites)), sorted(names)), dict.fromkeys(names, 0.0)
+    run, peaks = as_it_is(decomposed(model, list(sites)), sorted(names)), dict.fromkeys(names, 0.0)
     for feeds in data:
         for name, array in run(feeds).items():
             peaks[name] = max(peaks[name], float(np.abs(array[np.isfinite(array)]).max(initial=0.0)))

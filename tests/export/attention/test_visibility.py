@@ -39,7 +39,7 @@ def test_share_of_products() -> None:
     dynamic = known(True)
     n = {"n": 4096, "m": 4096}
     assert dynamic["is_causal"].share(n) == (4096 + 1) / 2 / 4096
-    assert dynamic["window behind"].share(n) == (4096 * 5 - 10) / 4096**2
+    assert dynamic["window of earlier keys"].share(n) == (4096 * 5 - 10) / 4096**2
     assert dynamic["blocks"].share({"n": 10}) == (16 + 16 + 4) / 100
     assert dynamic["bottom-right causal"].share({"n": 1, "m": 7}) == 1.0
     assert dynamic["local and global"].share({"n": 2}) == 1.0

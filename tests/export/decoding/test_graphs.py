@@ -15,7 +15,7 @@ from attnforge.bundle import CANONICAL, PLAIN, Bundle
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import as_it_is, in_float64
-from attnforge.export.graphs.saving import beside, load_graph
+from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.report.attention_maps import attention_maps
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.parity.budget import relative_error
@@ -51,7 +51,7 @@ def test_both_steps_are_the_same_function(decoders: DeployDecoder, kind: str) ->
 def test_a_step_without_a_past_is_the_model(decoders: DeployDecoder, kind: str) -> None:
     bundle = decoders(kind, "fp32")
     feeds = {"input_ids": ids(2, 19)}
-    plain = beside(load_graph(bundle, PLAIN), load_graph(bundle, CANONICAL))
+    plain = with_weights_of(load_graph(bundle, PLAIN), load_graph(bundle, CANONICAL))
     expected = as_it_is(plain)(feeds)
     for name in (CANONICAL, bundle.manifest.targets["onnxruntime"].model):
         model = whole_graph(bundle, name)

@@ -23,7 +23,7 @@ from attnforge.export.diagnosis.quantised import (
     why_costly,
     with_weights,
 )
-from attnforge.export.diagnosis.stages import sites_of, written_out
+from attnforge.export.diagnosis.stages import decomposed, sites_of
 from attnforge.export.diagnosis.trace import Trace, error_of, trace
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import products_between
@@ -135,7 +135,7 @@ def test_channels_that_take_the_range_are_few(count: int) -> None:
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, Trace]:
     bundle = deployed(tmp_path_factory.mktemp("saturated") / "b", Block, max_error=0.9)
-    canonical = written_out(load_graph(bundle, CANONICAL), sites_of(bundle.manifest.attention))
+    canonical = decomposed(load_graph(bundle, CANONICAL), sites_of(bundle.manifest.attention))
     for between in products_between(canonical):  # all weights as large as they may be, so that pairs saturate
         stored = between.stored.const_value
         assert stored is not None

@@ -49,7 +49,7 @@ def test_shelved_weights_leave_memory_and_the_graph_computes_the_same_function(t
     weight = weakref.ref(model.graph.initializers["W"].const_value)
     shelf = saving.Shelf(tmp_path)
     assert shelf.save(model, "canonical.onnx") == "canonical.onnx"
-    shelf.save_beside(plain, "plain.onnx", model, "canonical.onnx")
+    shelf.save_sharing(plain, "plain.onnx", model, "canonical.onnx")
     shelf.share(original)
     gc.collect()
     assert weight() is None, "something keeps the weight in memory"

@@ -22,7 +22,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, Bundle
 from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.diagnosis.stages import written_out
+from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
 from attnforge.export.precision.fp8_attention import sites_for_fp8
@@ -258,7 +258,7 @@ def test_attention_in_fp8_matches_the_formulas(tokens: int) -> None:
         assert chosen == [] and "over at least 32 keys, not 5" in kept[sites[0].name]
         return
     round_operands(model, chosen)
-    (result,) = as_it_is(written_out(model, sites))(feeds).values()
+    (result,) = as_it_is(decomposed(model, sites))(feeds).values()
 
     def rounded(x: Array) -> Array:
         scale = 1.2 * float(np.abs(x).max()) / 448
