@@ -349,7 +349,7 @@ def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
         (
             ("deploy", "worked-example", "--precision", "fp16", "--attention-precision", "bf16"),
-            ("fp16 throughout", "leave the attention precision out"),
+            ("the whole bundle is in fp16", "leave the attention precision out"),
         ),
         (("deploy", "vit", "--attention-precision", "fp32"), ("unknown attention precision 'fp32'", "bf16, fp16")),
         (
