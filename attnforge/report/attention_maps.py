@@ -18,7 +18,7 @@ from math import isqrt
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.arrays import Array
+from attnforge.arrays import Array, is_floating
 from attnforge.bundle import CANONICAL, Bundle, Case, Manifest, SiteRecord
 from attnforge.errors import first_line
 from attnforge.export.decoding.whole import whole_graph
@@ -360,7 +360,11 @@ class FusedOperator:
             for name in self.inputs
         }
         for value in self.model.graph.inputs:
-            if value.dtype is None:  # a value that a lowering computes from sizes
+            if (
+                value.dtype is None
+            ):  # a value that a lowering computes from sizes, or a mask; the graph takes it as double
+                if is_floating(array := first[str(value.name)]):
+                    first[str(value.name)] = array.astype(np.float64)
                 value.dtype = ir.DataType.from_numpy(first[str(value.name)].dtype)
         (weights,) = as_it_is(self.model)(first).values()
         return weights

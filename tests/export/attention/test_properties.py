@@ -17,6 +17,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site, canonicalize
@@ -46,8 +47,13 @@ TOLERANCE = {DOUBLE: 2e-6, FLOAT: 2e-6, FLOAT16: 2e-3, BFLOAT16: 1.6e-2}
 much."""
 
 
-def drawn(data: st.DataObject, flaw: str | None = None, mutations: Sequence[Mutation] = ()) -> Program:
-    dtype = data.draw(st.sampled_from([FLOAT, FLOAT, FLOAT16, BFLOAT16]), label="dtype")
+def drawn(
+    data: st.DataObject,
+    flaw: str | None = None,
+    mutations: Sequence[Mutation] = (),
+    dtypes: Sequence[ir.DataType] = (FLOAT, FLOAT, FLOAT16, BFLOAT16),
+) -> Program:
+    dtype = data.draw(st.sampled_from(dtypes), label="dtype")
     try:
         program = attention(Drawn(data), flaw, mutations, dtype)
     except Invalid:
@@ -154,14 +160,19 @@ def run_onnx(model: ir.Model, inputs: Mapping[str, Array]) -> dict[str, Array]:
 @given(st.data())
 def test_onnxruntime_says_the_same(data: st.DataObject) -> None:
     """In fp32, the error is at most 2e-6, or twice the error of the graph as it was written."""
-    program = attention(Drawn(data))
+    program = drawn(data, dtypes=[FLOAT])
     model = program.model.clone()
     models = lowerings(model, canonicalize(model).sites, program.sizes)
     for seed, sizes in enumerate(sizes_tried(program)):
         inputs = program.arrays(seed, sizes)
         wanted, written = evaluate(program.model, inputs), run_onnx(program.model, inputs)
         for target in ("onnxruntime", "tensorrt"):
-            for name, array in run_onnx(models[target], inputs).items():
+            try:
+                outputs = run_onnx(models[target], inputs)
+            except Fail as refusal:  # ONNX Runtime 1.31 does not broadcast an Attention node's mask over queries
+                assume("inconsistent q_sequence_length" not in str(refusal))
+                raise
+            for name, array in outputs.items():
                 truth = wanted[name]
                 finite = np.isfinite(truth) & np.isfinite(written[name])
                 norm = float(np.linalg.norm(truth[finite]))
