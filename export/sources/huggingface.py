@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attnforge.errors import UnavailableError, UsageError, raised_as, shortened
+from attnforge.errors import UsageError, extra, raised_as, shortened
 from attnforge.export.sources import sentences
 from attnforge.memory import available
 from attnforge.model.registry import Example
@@ -149,7 +149,7 @@ def load(
 ) -> nn.Module:
     """Load the model itself, with the weights in the folder if there are any, else with random weights; with `random`,
     missing weights are random too."""
-    transformers = _transformers()
+    transformers = extra("transformers", "hf")
     folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
         raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or that file")
@@ -406,11 +406,3 @@ _MAKERS: dict[str, Callable[[Any, int, int, torch.Generator], Tensor]] = {
     "input_features": _input_features,
     "input_values": _input_values,
 }
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UnavailableError(f"transformers cannot be imported ({error}); pip install attnforge[hf]") from error
-    return transformers
