@@ -33,7 +33,7 @@ from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.onnxruntime import write
 from attnforge.export.lowering.products import decompose
 from attnforge.export.lowering.tuning import Candidate, Engine, FormChoice, Tuner, usual
-from attnforge.runtime.backends.openvino_graph import prepared
+from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 
 FLOAT = ir.DataType.FLOAT
 
@@ -203,6 +203,7 @@ def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     model.graph.inputs[:] = taken  # lists such an input and does not find it
     core = openvino.Core()
     graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True, scores=True)
+    swaps_apart(graph)
     properties = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     request = core.compile_model(graph, "CPU", properties).create_infer_request()
     arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in taken}

@@ -24,7 +24,7 @@ from attnforge.bundle import CANONICAL, NEXT, OPENVINO, Bundle, DimSpec, Manifes
 from attnforge.errors import InputError, UnavailableError, UsageError, first_line
 from attnforge.machine import cpu_quota, processors
 from attnforge.runtime.backends.onnxruntime import given
-from attnforge.runtime.backends.openvino_graph import prepared
+from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -254,6 +254,7 @@ class OpenVino:
         return special
 
     def _compile(self, model: Any) -> _Compiled:
+        swaps_apart(model)
         compiled = self._core.compile_model(model, "CPU", self._properties)
         names = [spec.name for spec in self._inputs], [spec.name for spec in self._outputs]
         return _Compiled(self._openvino, compiled, names[0], names[1], self._contexts)
@@ -268,6 +269,7 @@ class _Compiled:
         self._openvino, self._inputs, self._outputs = openvino, inputs, outputs
         self._new_request: Callable[[], Any] = compiled.create_infer_request
         self._requests: Pool[Any] = Pool(self._new_request, contexts)
+        self._taken = {name for port in compiled.inputs for name in port.get_names()}  # it may drop unused inputs
 
     @property
     def made(self) -> int:
@@ -279,7 +281,8 @@ class _Compiled:
         arrays = [array if array.flags.writeable else array.copy() for array in arrays]
         with self._requests.borrow() as request:
             for name, array in zip(self._inputs, arrays, strict=True):
-                request.set_tensor(name, self._tensor(array))
+                if name in self._taken:
+                    request.set_tensor(name, self._tensor(array))
             for name, target in zip(self._outputs, targets, strict=True):
                 if target is not None:
                     request.set_tensor(name, self._tensor(target))

@@ -165,6 +165,25 @@ def as_products(model: Any) -> None:
         _replace(node, ops.matmul(ops.softmax(scores, -1), value, False, False))
 
 
+def swaps_apart(model: Any) -> None:
+    """Keep transposes that swap two dims of one size out of attention kernels. Call this right before compiling.
+
+    If all shapes are static, OpenVINO 2026.4 fuses the transpose of queries, attention and what follows it element by
+    element, such as zeros in fully masked rows or a gate, into one kernel. With as many queries as heads, it is wrong.
+    """
+    from openvino import opset13 as ops
+
+    for node in model.get_ordered_ops():
+        shape, order = node.get_input_partial_shape(0) if node.get_input_size() else None, _order(node)
+        if not order or len(order) > 4 or not shape.is_static:
+            continue
+        sizes = shape.to_shape()
+        if any(sizes[i] > 1 for i, other in enumerate(order) if i != other) and [sizes[i] for i in order] == list(sizes):
+            last = _ints([len(order)])
+            swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), _ints([*order, len(order)]))
+            _replace(node, ops.squeeze(swapped, last))
+
+
 def widened(model: Any) -> Any:
     """The model with all 16-bit tensors converted to fp32, except its inputs and outputs.
 
