@@ -177,8 +177,9 @@ def swaps_apart(model: Any) -> None:
         shape, order = node.get_input_partial_shape(0) if node.get_input_size() else None, _order(node)
         if not order or len(order) > 4 or not shape.is_static:
             continue
-        sizes = shape.to_shape()
-        if any(sizes[i] > 1 for i, other in enumerate(order) if i != other) and [sizes[i] for i in order] == list(sizes):
+        sizes = list(shape.to_shape())
+        moves = any(sizes[axis] > 1 for axis, other in enumerate(order) if axis != other)
+        if moves and [sizes[axis] for axis in order] == sizes:
             last = _ints([len(order)])
             swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), _ints([*order, len(order)]))
             _replace(node, ops.squeeze(swapped, last))

@@ -165,14 +165,14 @@ def test_onnxruntime_says_the_same(data: st.DataObject) -> None:
     models = lowerings(model, canonicalize(model).sites, program.sizes)
     for seed, sizes in enumerate(sizes_tried(program)):
         inputs = program.arrays(seed, sizes)
-        wanted, written = evaluate(program.model, inputs), run_onnx(program.model, inputs)
+        wanted = evaluate(program.model, inputs)
+        try:
+            written = run_onnx(program.model, inputs)
+        except Fail as refusal:  # of ONNX Runtime 1.31, whose Attention does not broadcast its mask over queries
+            assume("inconsistent q_sequence_length" not in str(refusal))
+            raise
         for target in ("onnxruntime", "tensorrt"):
-            try:
-                outputs = run_onnx(models[target], inputs)
-            except Fail as refusal:  # ONNX Runtime 1.31 does not broadcast an Attention node's mask over queries
-                assume("inconsistent q_sequence_length" not in str(refusal))
-                raise
-            for name, array in outputs.items():
+            for name, array in run_onnx(models[target], inputs).items():
                 truth = wanted[name]
                 finite = np.isfinite(truth) & np.isfinite(written[name])
                 norm = float(np.linalg.norm(truth[finite]))
