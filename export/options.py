@@ -13,9 +13,9 @@ from typing import Any, TypedDict
 import numpy as np
 
 from attnforge.arrays import is_floating, to_numpy
-from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec
+from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec, Wrong
 from attnforge.bundle.fields import LONGEST_NAME
-from attnforge.errors import InputError, UnknownNameError, UsageError, plain, shortened
+from attnforge.errors import InputError, UnknownNameError, UsageError, WrongError, plain, shortened
 from attnforge.export.precision.trials import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
@@ -305,6 +305,23 @@ class DeployOptions:
                 f"further profiles are for TensorRT's plans, and {built} is built; add a target "
                 f"({', '.join(FLAVOURS)}), or leave them out"
             )
+
+    def allow(self, wrong: Wrong | None, name: str) -> Wrong | None:
+        """Return the problems of a bundle if it is to be written anyway.
+
+        Args:
+            wrong: the problems; None if there are none.
+            name: name of the model.
+
+        Raises:
+            WrongError: it is not to be written.
+        """
+        if wrong is not None and not self.keep_wrong:
+            raise WrongError(
+                f"{name} was not deployed: {wrong.text()}; to write the bundle anyway, for attnforge diagnose, pass "
+                "--keep-wrong (keep_wrong=True)"
+            )
+        return wrong
 
     def real_data(self, inputs: list[TensorSpec]) -> Data:
         """The real inputs by name, floating-point ones in the model's dtypes, and their labels.

@@ -68,7 +68,7 @@ def test_too_little_memory_is_reported_with_what_needs_less(work: Work, monkeypa
 
 def test_memory_is_checked_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "available", lambda: 1)
-    monkeypatch.setattr("attnforge.export.deploy.write_reference", pytest.fail)
+    monkeypatch.setattr("attnforge.export.deployment.write_reference", pytest.fail)
     module, args, shapes = small_example()
     with pytest.raises(UnavailableError, match="needs at least"):
         attnforge.deploy(module, args, tmp_path / "new", shapes, targets=["onnxruntime"])

@@ -203,7 +203,7 @@ def sigmoid_for_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("sigmoid_for_tanh")
 def test_backends_show_what_the_export_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle of an earlier version, whose export was not compared, is diagnosed from its graph in float64."""
-    monkeypatch.setattr("attnforge.export.deploy.departure", lambda source: None)
+    monkeypatch.setattr("attnforge.export.deployment.departure", lambda source: None)
     with pytest.raises(WrongError, match=r"onnxruntime-cpu: it missed .* the exporter wrote a different function"):
         deployed(torch.tanh, tmp_path / "b")
     bundle = deployed(torch.tanh, tmp_path / "b", keep_wrong=True)

@@ -44,7 +44,7 @@ def test_a_second_deploy_makes_nothing_again(tmp_path: Path, cache: Path, monkey
         pytest.fail("made again")
 
     for name in (
-        "deploy.write_reference", "deploy.measure", "lowering.tuning.medians",
+        "deployment.write_reference", "deploy.measure", "lowering.tuning.medians",
         "tensorrt.build.Builders._answer",
     ):  # fmt: skip
         monkeypatch.setattr(f"attnforge.export.{name}", made)

@@ -297,7 +297,7 @@ def test_a_deploy_that_fails_during_a_build_ends_the_builder(tmp_path: Path, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "Popen", Stopped)
-    monkeypatch.setattr("attnforge.export.deploy.write_reference", fail)
+    monkeypatch.setattr("attnforge.export.deployment.write_reference", fail)
     module, args, shapes = small_example()
     with pytest.raises(KeyboardInterrupt):
         attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["tensorrt_rtx"], tune=False)
