@@ -623,6 +623,8 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
     ):
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             yield f"{kind}: {twice[0]} occurs twice"
+    if not manifest.outputs:
+        yield "outputs: there are none"
     symbols: set[str] = set()
     for spec in manifest.inputs:
         for dim in spec.dims:

@@ -188,6 +188,7 @@ def test_another_schema_is_refused_before_the_rest_is_read(copy: Path) -> None:
         (lambda document: document["inputs"][0].update(dims="many"), r"inputs\.0\.dims"),
         (lambda document: document["targets"].update(cpu=[]), r"targets\.cpu"),
         (lambda document: document["cases"][0].update(kind="odd"), r"cases\.0\.kind"),
+        (lambda document: document.update(outputs=[]), "outputs: there are none"),
     ],
 )
 def test_an_invalid_manifest_is_refused_with_the_location(
