@@ -21,7 +21,7 @@ from attnforge.runtime.cases import sizes_at
 def certify(
     sites: Sequence[Site], built: Mapping[str, Built], masks: Mapping[str, SiteMask] | None = None
 ) -> Certificate:
-    """The certificate of all sites, canonical or not, in graph order.
+    """The certificate of all sites, canonical or not, in the order in which they were found.
 
     Args:
         sites: the sites that canonicalize found.

@@ -1,7 +1,8 @@
 """Rewrite every attention site of a graph, however it was written, to one canonical Attention node (:mod:`.canonical`).
 
 A site is found by its softmax: the walk back from it (:mod:`.walk_back`) leads to query and key, the walk forward
-(:mod:`.walk_forward`) to values and output. A site that is not recognised stays as it is and gets a reason.
+(:mod:`.walk_forward`) to values and output. A site that is not recognised stays as it is and gets a reason, and so does
+attention without a softmax (:mod:`.unrecognised`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from attnforge.export.attention.layout import Layout, LayoutError
 from attnforge.export.attention.operands import NotAttention, Position
 from attnforge.export.attention.operators import READERS, is_standard, scale_of, standard
 from attnforge.export.attention.softmax import restore_softmax
+from attnforge.export.attention.unrecognised import unrecognised
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
 from attnforge.export.graphs.nodes import input_of, is_op
@@ -54,14 +56,19 @@ def canonicalize(model: ir.Model) -> SitesResult[Site]:
     if restore_softmax(model).modified:
         remove_unused(model)
     sites: list[Site] = []
+    known: set[ir.Node] = set()
     for node in list(model.graph):
         if (node.domain, node.op_type) in READERS:
             sites.append(_from_operator(model.graph, node, _unused_name(node, sites)))
         elif is_op(node, "Softmax"):
-            sites += _from_softmax(model.graph, node, _unused_name(node, sites))
+            found = _from_softmax(model.graph, node, _unused_name(node, sites))
+            sites += found
+            known |= {node} if found else set()
         elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
+    for other in unrecognised(model.graph, known):
+        sites.append(Site(_unused_name(other.first, sites), "·".join(other.path), reason=other.reason))
     nodes = {node.name: node for node in model.graph}
     sites = [site if site.node is None else replace(site, form=described(nodes[site.node])) for site in sites]
     return SitesResult(model, modified, sites)

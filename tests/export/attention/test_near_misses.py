@@ -34,7 +34,7 @@ def test_left_with_a_reason(misses: Exported, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_SITES)
-def test_a_softmax_that_weights_no_values_is_no_site(misses: Exported, name: str) -> None:
+def test_what_weights_no_values_is_no_site(misses: Exported, name: str) -> None:
     assert misses.sites_of(name) == []
 
 

@@ -267,7 +267,7 @@ def test_guard_of_a_softmax_without_its_maximum() -> None:
     exponentials = g.unary("Exp", masked(g, g.matmul(query, key), -1e4))
     weights = g.binary("Div", exponentials, g.reduce("ReduceSum", exponentials, 2))
     output = g.matmul(without_nan(g, g.transpose(g.transpose(weights, [0, 2, 1]), [0, 2, 1])), value)
-    assert check(Program(g.model(output), g.sizes)) == []
+    assert reason_of(g, output) == "Exp computes the weights; fused attention kernels compute a softmax"
 
 
 def test_maximum_of_scores_that_were_cast() -> None:
@@ -287,7 +287,7 @@ def test_sum_of_whole_numbers_is_no_softmax() -> None:
     exponentials = g.unary("Exp", g.matmul(query, key))
     whole = g.cast(g.cast(exponentials, INT64), FLOAT)
     weights = g.binary("Div", exponentials, g.reduce("ReduceSum", whole, 2))
-    assert check(Program(g.model(g.matmul(weights, value)), g.sizes)) == []
+    assert reason_of(g, g.matmul(weights, value)) is not None
 
 
 def test_scores_replaced_by_infinity() -> None:

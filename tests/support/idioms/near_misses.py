@@ -75,6 +75,21 @@ def softmax_with_one_more(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return exponentials / (1 + exponentials.sum(-1, keepdim=True)) @ value
 
 
+def stable_softmax_with_one_more(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    largest = scores.amax(-1, keepdim=True).clamp(min=0)
+    exponentials = (scores - largest).exp()
+    return exponentials / (exponentials.sum(-1, keepdim=True) + (-largest).exp()) @ value
+
+
+def sigmoid_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return (query @ key.mT * SCALE).sigmoid() @ value
+
+
+def relu_of_scores(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Any:
+    return ((query @ key.mT * SCALE).relu().square() * allowed / key.shape[-2]) @ value
+
+
 def scale_by_key(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return ((query @ key.mT) * key.mean(-1).unsqueeze(-2).sigmoid()).softmax(-1) @ value
 
@@ -90,6 +105,12 @@ def additive_score(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 def distance_score(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return (-(query[:, :, :, None] - key[:, :, None]).square().sum(-1)).softmax(-1) @ value
+
+
+def talking_heads_on_both_sides(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    mix = torch.eye(HEADS, dtype=query.dtype) + 0.1
+    weights = ((query @ key.mT * SCALE).permute(0, 2, 3, 1) @ mix).softmax(-2) @ mix
+    return weights.permute(0, 3, 1, 2) @ value
 
 
 def hard_alignment(query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -116,8 +137,13 @@ _REASONS: dict[Callable[..., Any], str] = {
     large_weights_dropped: "attention weights",
     weights_shrunk: "weights go through Sub",
     weights_renormalised: "used 2 times",
+    softmax_with_one_more: "Exp computes the weights",
+    stable_softmax_with_one_more: "Exp computes the weights",
+    sigmoid_of_scores: "Sigmoid computes the weights",
+    relu_of_scores: "Relu computes the weights",
     scale_by_key: "by a tensor that differs by key",
     talking_heads: "Einsum|inner product",
+    talking_heads_on_both_sides: "there is a softmax, but MatMul mixes its scores or weights",
     additive_score: "inner product|ReduceSum",
     distance_score: "inner product|ReduceSum",
     hard_alignment: r"the alignment is hard \(ArgMax\)",
@@ -160,10 +186,36 @@ class Experts(nn.Module):
         return sum(gates[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
+def logits_of_pairs(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """Sigmoids that weigh no values."""
+    return (query @ key.mT).sigmoid()
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return (query @ key.mT).tril() @ value
+
+
+class GatedMixture(nn.Module):
+    """A mixture, a gate and an activation between products of computed tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x @ (x.mT @ x)
+        gates = self.gate(x).softmax(-1)
+        mixed = sum(gates[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        x = x + mixed.sigmoid() * nn.functional.gelu(x)
+        return x @ (x.mT @ x)
+
+
 NO_SITES = {
+    "logits_of_pairs": _on_heads(logits_of_pairs),
+    "linear_attention": _on_heads(linear_attention),
+    "GatedMixture": Idiom("GatedMixture", GatedMixture, ("x",), ("static",)),
     "classifier": _on_heads(classifier),
-    "softmax_with_one_more": _on_heads(softmax_with_one_more),
     "Classifier": Idiom("Classifier", Classifier, ("x",), ("static",)),
     "Experts": Idiom("Experts", Experts, ("x",), ("static",)),
 }
-"""Softmaxes that are not attention."""
+"""Softmaxes, and other functions of products, that are not attention."""

@@ -1,0 +1,46 @@
+"""Attention without a softmax is a site, and `require_fused` counts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.errors import UnfusedError
+from attnforge.export.targets.registry import why_not_buildable
+
+WIDTH, HEADS = 32, 4
+
+
+class BySigmoid(nn.Module):
+    """Attention, and then attention whose weights are sigmoids of the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.project = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.attend(x, x, x, need_weights=False)
+        query, key, value = (project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in self.project)
+        result: Tensor = ((query @ key.mT).sigmoid() @ value).transpose(1, 2).flatten(2)
+        return result
+
+
+@pytest.mark.parametrize(("target", "precision"), [("tensorrt_rtx", "fp16"), ("onnxruntime", "fp32")])
+def test_require_fused_counts_attention_without_a_softmax(target: str, precision: str, tmp_path: Path) -> None:
+    if (why := why_not_buildable(target)) is not None:
+        pytest.skip(why)
+    shapes = {"x": {0: Dim("batch", max=4), 1: Dim("tokens", max=64)}}
+    with pytest.raises(UnfusedError, match="leaves 1 of 2 unfused") as caught:
+        attnforge.deploy(
+            BySigmoid().eval(), (torch.randn(2, 9, WIDTH),), tmp_path / "b", shapes, precision, [target], tune=False,
+            require_fused=[target],
+        )  # fmt: skip
+    (unfused,) = caught.value.certificate.unfused
+    assert unfused.site == "BySigmoid" and unfused.reason.startswith("Sigmoid computes the weights")
+    assert not (tmp_path / "b").exists()
