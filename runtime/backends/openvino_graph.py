@@ -166,7 +166,7 @@ def as_products(model: Any) -> None:
 
 
 def swaps_apart(model: Any) -> None:
-    """Keep transposes that swap two dims of one size out of attention kernels. Call this right before compiling.
+    """Keep transposes that swap as many tokens with heads out of attention kernels. Call this right before compiling.
 
     If all shapes are static, OpenVINO 2026.4 fuses the transpose of queries, attention and what follows it element by
     element, such as zeros in fully masked rows or a gate, into one kernel. With as many queries as heads, it is wrong.
@@ -174,12 +174,11 @@ def swaps_apart(model: Any) -> None:
     from openvino import opset13 as ops
 
     for node in model.get_ordered_ops():
-        shape, order = node.get_input_partial_shape(0) if node.get_input_size() else None, _order(node)
-        if not order or len(order) > 4 or not shape.is_static:
+        order = _order(node)
+        if order not in ([0, 2, 1, 3], [1, 0, 2]) or not (shape := node.get_input_partial_shape(0)).is_static:
             continue
-        sizes = list(shape.to_shape())
-        moves = any(sizes[axis] > 1 for axis, other in enumerate(order) if axis != other)
-        if moves and [sizes[axis] for axis in order] == sizes:
+        *_, some, others, _ = shape.to_shape()
+        if some == others > 1:
             last = _ints([len(order)])
             swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), _ints([*order, len(order)]))
             _replace(node, ops.squeeze(swapped, last))
