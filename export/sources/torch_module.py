@@ -25,6 +25,7 @@ from attnforge.export.sources.onnx_check import check_certain
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
+from attnforge.export.sources.translations import TRANSLATIONS
 from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
@@ -123,6 +124,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             program = torch.onnx.export(
                 copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes or None, verbose=False,
                 input_names=names, output_names=list(answers[0]), optimize=False,
+                custom_translation_table=dict(TRANSLATIONS),
             )  # fmt: skip
             assert program is not None
             optimise(program.model)

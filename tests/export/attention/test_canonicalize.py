@@ -62,12 +62,6 @@ class OneHead(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
-@pytest.mark.xfail(strict=True, reason="torch's exporter takes scaled_dot_product_attention on four dims only")
-def test_torchs_attention_on_three_dims() -> None:
-    captured = capture(OneHead(), (torch.randn(2, 5, 16),) * 3, None, precision_named("fp32"))
-    assert [site.node for site in canonicalize(captured.model).sites] == ["OneHead/Attention"]
-
-
 def test_torchs_attention_over_dynamic_features_is_right_or_left() -> None:
     """The scale is `1/√d`, where d is known only at run time."""
     shapes = {name: {3: Dim("d", min=2, max=64)} for name in ("query", "key", "value")}

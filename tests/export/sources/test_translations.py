@@ -1,0 +1,80 @@
+"""`scaled_dot_product_attention` on any number of dims, and with dims that broadcast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.lowering import onnxruntime as for_onnxruntime
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import PRECISIONS
+from tests.support.idioms.together import session_of
+
+Shape = tuple[int, ...]
+
+QUERIES, KEYS = 5, 7
+
+
+class Attend(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, **self.options)
+
+
+FORMS: dict[str, tuple[Shape, Shape, Shape, Shape | None]] = {
+    "no batch": ((), (), (), None),
+    "no heads": ((3,), (3,), (3,), None),
+    "no heads, a mask by sample": ((3,), (3,), (3,), (3, QUERIES, KEYS)),
+    "no heads, one mask": ((3,), (3,), (3,), (QUERIES, KEYS)),
+    "one key head": ((2, 4), (2, 1), (2, 1), None),
+    "one key head, as many value heads as query heads": ((2, 4), (2, 1), (2, 4), None),
+    "keys of one sample": ((2, 4), (1, 4), (4,), (4, 1, KEYS)),
+    "queries of one sample": ((1, 4), (3, 4), (3, 4), None),
+    "two batch dims": ((3, 2, 4), (3, 2, 4), (3, 2, 4), None),
+    "two batch dims, a mask along one": ((3, 2, 4), (3, 2, 4), (3, 2, 4), (3, 1, 1, QUERIES, KEYS)),
+    "two batch dims, a mask along the other": ((3, 2, 4), (3, 2, 4), (3, 2, 4), (2, 1, QUERIES, KEYS)),
+    "two batch dims, shared keys": ((3, 2, 4), (1, 2, 4), (3, 1, 1), None),
+}
+
+
+def check(module: Attend, args: list[Tensor], is_static: bool) -> str | None:
+    """Export a module with dynamic tokens, compare it with eager, and return the canonical form."""
+    queries, keys = Dim("queries", min=2, max=64), Dim("keys", min=2, max=64)
+    along: list[dict[int, Any]] = [{args[0].dim() - 2: queries}] + [{x.dim() - 2: keys} for x in args[1:3]]
+    for mask in args[3:]:
+        by_key = {mask.dim() - 1: keys}
+        along.append(by_key if mask.shape[-2] == 1 else {mask.dim() - 2: queries, **by_key})
+    names = ("query", "key", "value", "mask")
+    shapes = None if is_static else dict(zip(names, along, strict=False))
+    captured = capture(module, args, shapes, PRECISIONS["fp32"])
+    (site,) = canonicalize(captured.model).sites
+    for_onnxruntime.lower(captured.model, [site], {"queries": QUERIES, "keys": KEYS})
+    (result,) = session_of(captured.model).run(None, dict(zip(names, map(Tensor.numpy, args), strict=False)))
+    np.testing.assert_allclose(result, module(*args).numpy(), rtol=1e-5, atol=1e-6)
+    return site.form
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_becomes_canonical_and_is_right(form: str, is_static: bool) -> None:
+    *operands, mask = FORMS[form]
+    tokens = (QUERIES, KEYS, KEYS)
+    args = [torch.randn(*shape, count, 16) for shape, count in zip(operands, tokens, strict=True) if shape is not None]
+    args += [] if mask is None else [torch.randn(mask) > -1]
+    assert check(Attend(), args, is_static) is not None
+
+
+@pytest.mark.parametrize("leading", [(2,), (3, 2)])
+def test_grouped_key_heads(leading: Shape) -> None:
+    query, key, value = (torch.randn(*leading, heads, QUERIES if heads == 4 else KEYS, 16) for heads in (4, 2, 2))
+    form = check(Attend(enable_gqa=True), [query, key, value], False)
+    assert form is not None and "key heads 2" in form
