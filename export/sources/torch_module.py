@@ -122,8 +122,8 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             )
         try:
             program = torch.onnx.export(
-                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes or None, verbose=False,
-                input_names=names, output_names=list(answers[0]), optimize=False,
+                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(module, shapes),
+                verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
                 custom_translation_table=dict(TRANSLATIONS),
             )  # fmt: skip
             assert program is not None
@@ -210,7 +210,7 @@ def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             names += [f"{parameter.name}_{i}" for i in range(len(args) - len(names))]
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
+        elif parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
             names.append(parameter.name)
     if len(names) < len(args):
         raise CaptureError(
@@ -228,6 +228,20 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     if unknown := set(dynamic_shapes) - set(names):
         raise CaptureError(f"dynamic_shapes names {', '.join(sorted(unknown))}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
+
+
+def _as_signature(module: nn.Module, shapes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The dynamic shapes of inputs in the structure of forward's parameters, where those of `*args` are a tuple; None
+    if nothing is dynamic."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    kinds = [parameter.kind for parameter in parameters]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return dict(shapes) or None
+    count = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    named = list(shapes.items())
+    return (
+        {**dict(named[:count]), parameters[count].name: tuple(shape for _, shape in named[count:])} if named else None
+    )
 
 
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:

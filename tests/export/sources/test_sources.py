@@ -466,6 +466,30 @@ def test_one_tensor_that_is_given_twice_is_two_inputs(tmp_path: Path) -> None:
     assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
 
 
+class Variadic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor, *others: Tensor, **options: Tensor) -> Tensor:
+        attended, _ = self.attend(x, others[0], others[-1], need_weights=False)
+        result: Tensor = attended
+        return result
+
+
+def test_forward_takes_any_number_of_inputs(tmp_path: Path) -> None:
+    queries, keys = Dim("queries", min=2, max=32), Dim("keys", min=2, max=32)
+    args = (torch.randn(1, 5, 16), torch.randn(1, 7, 16), torch.randn(1, 7, 16))
+    module = Variadic().eval()
+    shapes = ({1: queries}, {1: keys}, {1: keys})
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    assert [spec.text() for spec in bundle.manifest.inputs] == [
+        "float32[1, queries, 16]", "float32[1, keys, 16]", "float32[1, keys, 16]",
+    ]  # fmt: skip
+    assert [spec.name for spec in bundle.manifest.inputs] == ["x", "others_0", "others_1"]
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+
+
 def test_nothing_keeps_a_module_that_was_captured() -> None:
     """Rules of onnxscript, which torch's exporter runs, keep the graph that they visited last."""
     gc.unfreeze()  # the collector neither lists nor frees objects that the test run froze
