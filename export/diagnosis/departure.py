@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, Wrong
-from attnforge.errors import CaptureError
+from attnforge.errors import BuildError, CaptureError, raised_as
 from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import error_of
@@ -59,7 +59,13 @@ def departure(source: Captured) -> Wrong | None:
         except CaptureError:  # integers that small sizes do not support; then the example is used
             continue
         truth = {name: to_numpy(name, value) for name, value in exact.items()}
-        missed = _missed(source, case, _graph(source.model, inputs), eager, truth)
+        given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+        try:
+            with raised_as(BuildError, f"the exported graph does not run with {given}"):
+                got = _graph(source.model, inputs)
+        except BuildError as error:  # such as a frozen size
+            return Wrong(cause="export", stage="plain", evidence=str(error))
+        missed = _missed(source, case, got, eager, truth)
         return None if missed is None else _located(source, inputs, missed)
     return None
 

@@ -477,13 +477,19 @@ def _input(node: ir.Node, i: int) -> ir.Value:
     return value
 
 
+def _recurrent(op: Builder, node: ir.Node) -> list[ir.Value]:
+    raise NoDoublePath("ONNX Runtime computes it in fp32 only")
+
+
 _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
     ("", "Attention"): _attention,
     ("", "Conv"): _conv,
     ("", "Erf"): _erf,
     ("", "Gelu"): _gelu,
+    ("", "GRU"): _recurrent,
     ("", "GlobalAveragePool"): _global_average,
     ("", "HardSwish"): _hard_swish,
+    ("", "LSTM"): _recurrent,
     ("", "Mean"): _mean,
     ("com.microsoft", "Attention"): _packed_attention,
     ("com.microsoft", "BiasGelu"): _gelu,

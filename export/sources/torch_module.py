@@ -32,8 +32,7 @@ from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import (
     as_written,
     at_precision,
-    cannot_run,
-    named_outputs,
+    outputs_of,
     run,
     torch_dtype,
 )
@@ -111,10 +110,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written(), _kept_registry():
-        try:
-            answers = [named_outputs(copied(*(arg.clone() for arg in cast))) for _ in range(2)]
-        except (RuntimeError, IndexError) as error:
-            raise cannot_run(copied, torch_dtype(precision), error) from error
+        answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)) for _ in range(2)]
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from attnforge.errors import CaptureError, UsageError, first_line, raised_as
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
+
+TORCH = Path(torch.__file__).parent
 
 
 def torch_dtype(precision: Precision) -> torch.dtype:
@@ -99,17 +103,27 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     """
     tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
     with torch.no_grad(), as_written():
-        try:
-            return named_outputs(module(*(_to(tensor, dtype) for tensor in tensors)))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise cannot_run(module, dtype, error) from error
+        return outputs_of(module, [_to(tensor, dtype) for tensor in tensors], dtype)
 
 
-def cannot_run(module: nn.Module, dtype: torch.dtype, error: Exception) -> CaptureError:
-    """The error for a module that torch cannot run in `dtype`, on one line."""
-    hint = "" if dtype == torch.float32 else "; tensors that it creates itself need the dtype of its inputs"
-    kind = str(dtype).removeprefix("torch.")
-    return CaptureError(f"{type(module).__name__} does not run in {kind}: {first_line(error)}{hint}")
+def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Call a module, and return its outputs by their names in a bundle.
+
+    Raises:
+        CaptureError: it fails, in one line that names the line of code, or does not return tensors.
+    """
+    try:
+        return named_outputs(module(*args))
+    except (CaptureError, MemoryError):
+        raise
+    except Exception as error:
+        hint = "" if dtype == torch.float32 else "; tensors that it creates itself need the dtype of its inputs"
+        kind = str(dtype).removeprefix("torch.")
+        frames = [frame for frame in extract_tb(error.__traceback__)[1:] if TORCH not in Path(frame.filename).parents]
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        raise CaptureError(
+            f"{type(module).__name__} does not run in {kind}: {first_line(error)}{where}{hint}"
+        ) from error
 
 
 @contextmanager
@@ -132,7 +146,8 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    items = [result] if isinstance(result, Tensor) else list(result.values() if isinstance(result, Mapping) else result)
+    items = list(result.values()) if isinstance(result, Mapping) else result
+    items = [*items] if isinstance(items, tuple | list) else [items]
     if not items or not all(isinstance(item, Tensor) for item in items):
         raise CaptureError("the module must return a tensor, or a tuple, list or dict of tensors")
     return items

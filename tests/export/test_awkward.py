@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.errors import CaptureError, UsageError
+from attnforge.errors import CaptureError, UsageError, WrongError
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.diagnosis.findings import another_reference
 from attnforge.runtime.parity.metrics import accuracy
@@ -175,6 +175,44 @@ def test_a_module_that_hides_tensors_is_refused_in_one_line(tmp_path: Path) -> N
     module(x)
     with pytest.raises(CaptureError, match=r"^Remembers does not run in float16: .*the dtype of its inputs$"):
         attnforge.deploy(module, (x,), tmp_path / "b", None, "fp16", ["onnxruntime"], tune=False)
+
+
+class Recurrent(nn.Module):
+    """torch's exporter freezes sizes that follow a GRU, which ONNX Runtime computes in fp32 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recur, self.attention = nn.GRU(DIM, DIM, batch_first=True), nn.MultiheadAttention(DIM, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.recur(x)
+        result: Tensor
+        result, _ = self.attention(x, x, x, need_weights=False)
+        return result
+
+
+def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Path) -> None:
+    shapes = {"x": {1: torch.export.Dim("tokens", min=2, max=32)}}
+    args = (torch.randn(1, TOKENS, DIM),)
+    with pytest.raises(WrongError, match=r"export: the exported graph does not run with x \[1, 3, \d+\]: "):
+        attnforge.deploy(Recurrent().eval(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+
+
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        (
+            lambda s, y: y + s.missing,
+            r"does not run in float32: .* has no attribute 'missing' \(test_awkward\.py:\d+\)$",
+        ),
+        (lambda s, y: [{"y": y}], r"^the module must return a tensor, or a tuple, list or dict of tensors$"),
+    ],
+)
+def test_errors_of_the_module_itself_are_one_line(
+    inside: Callable[[Any, Tensor], Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        deployed(inside, tmp_path / "b", "fp32")
 
 
 def test_a_reference_that_is_another_function_is_found(tmp_path: Path) -> None:
