@@ -233,7 +233,7 @@ def test_as_many_tokens_as_heads(after: str, is_static: bool, tmp_path: Path) ->
 
 class UnusedInput(nn.Module):
     def forward(self, x: Tensor, unused: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        heads = x.reshape(*x.shape[:-1], 4, 8).transpose(1, 2)
         return nn.functional.scaled_dot_product_attention(heads, heads, heads).tanh().transpose(1, 2).flatten(2)
 
 
