@@ -61,7 +61,7 @@ def departure(source: Captured) -> Wrong | None:
         truth = {name: to_numpy(name, value) for name, value in exact.items()}
         given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
         try:
-            with raised_as(BuildError, f"the exported graph does not run with {given}"):
+            with raised_as(BuildError, f"the exported graph does not run with {given}", passing=(OSError,)):
                 got = _graph(source.model, inputs)
         except BuildError as error:  # such as a frozen size
             return Wrong(cause="export", stage="plain", evidence=str(error))
