@@ -360,9 +360,7 @@ class FusedOperator:
             for name in self.inputs
         }
         for value in self.model.graph.inputs:
-            if (
-                value.dtype is None
-            ):  # a value that a lowering computes from sizes, or a mask; the graph takes it as double
+            if value.dtype is None:  # computed from sizes by a lowering, or a mask, which the graph takes as double
                 if is_floating(array := first[str(value.name)]):
                     first[str(value.name)] = array.astype(np.float64)
                 value.dtype = ir.DataType.from_numpy(first[str(value.name)].dtype)

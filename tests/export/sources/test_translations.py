@@ -66,9 +66,8 @@ def check(module: Attend, args: list[Tensor], is_static: bool) -> str | None:
 @pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_it_becomes_canonical_and_is_right(form: str, is_static: bool) -> None:
-    *operands, mask = FORMS[form]
-    tokens = (QUERIES, KEYS, KEYS)
-    args = [torch.randn(*shape, count, 16) for shape, count in zip(operands, tokens, strict=True) if shape is not None]
+    query, key, value, mask = FORMS[form]
+    args = [torch.randn(*shape, count, 16) for shape, count in ((query, QUERIES), (key, KEYS), (value, KEYS))]
     args += [] if mask is None else [torch.randn(mask) > -1]
     assert check(Attend(), args, is_static) is not None
 
