@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import onnx
 import onnx_ir as ir
 import torch
 from filelock import FileLock
-from ray import cloudpickle
 from torch import Tensor, nn
 
 from attnforge.bundle import TensorSpec
@@ -66,16 +66,16 @@ def _read(file: Path, module: nn.Module, args: Sequence[Tensor], precision: Prec
     return Captured(model, at_precision(module, precision), cast, inputs, outputs, precision)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles tensors by their values and by which of them share memory; torch's own pickles contain addresses."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)  # type: ignore[no-untyped-call]
+        super().__init__(file)
         self._storages: dict[int, int] = {}
 
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, Tensor):
-            return super().reducer_override(value)  # type: ignore[no-untyped-call]
+            return super().reducer_override(value)
         storage = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
         memory = storage, value.storage_offset(), value.stride(), value.requires_grad
         numbers = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -90,7 +90,7 @@ def _key(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShape
     buffer = io.BytesIO()
     try:
         everything = module, tuple(args), dims, precision.name, torch.is_grad_enabled()
-        _Pickler(buffer).dump(everything)  # type: ignore[no-untyped-call]
+        _Pickler(buffer).dump(everything)
     except Exception:  # any error from pickling the module's state
         return None
     return hashlib.sha256(buffer.getvalue()).hexdigest()
