@@ -23,6 +23,7 @@ from benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import environment, tests
 from benchmarks.gpu.parity import parity_of, supervise_models
+from benchmarks.gpu.published import published
 from benchmarks.gpu.running import TAKE, GpuRun, Task, read, step, supervise, write
 from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
 from benchmarks.gpu.timings import attention, ceilings, latency, overhead
@@ -31,7 +32,7 @@ NO_DEVICE = 3
 """Exit code without a CUDA device."""
 
 STEPS: dict[str, Callable[[Device], list[Task]]] = {
-    step.__name__: step for step in (environment, tests, ceilings, attention, latency, overhead)
+    step.__name__: step for step in (environment, tests, ceilings, published, attention, latency, overhead)
 }
 """The functions that list the tasks of each step except `parity`."""
 
@@ -41,9 +42,14 @@ def main(
     seconds: Annotated[float, typer.Option(help="Approximate time limit of the run, in seconds.")] = 450,
     quick: Annotated[bool, typer.Option(help="Fewer models, sizes and precisions.")] = False,
     device: Annotated[int, typer.Option(help="Number of the CUDA device.")] = 0,
+    bundles: Annotated[Path | None, typer.Option(help="Folder of bundles deployed elsewhere.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A step; repeatable. Figures of the others are kept.")] = None,
 ) -> None:
-    """Run all checks and measurements that need a GPU, and write the results."""
+    """Run all checks and measurements that need a GPU, and write the results.
+
+    A machine without a GPU can deploy the registered models for it: `python -m benchmarks.gpu.parity FOLDER`, and then
+    `--bundles FOLDER` here.
+    """
     if unknown := [name for name in only or () if name not in SHARES]:
         raise typer.BadParameter(f"unknown step {unknown[0]!r}; known: {', '.join(SHARES)}")
     if cuda_devices() <= device:
@@ -63,6 +69,7 @@ def main(
     write(results, out)
     with tempfile.TemporaryDirectory(prefix="attnforge-gpu-", ignore_cleanup_errors=True) as scratch:
         settings = Settings(out=str(out), scratch=scratch, ends=start + seconds, device=device, quick=quick)
+        settings.bundles = None if bundles is None else str(bundles.resolve())
         for name in [name for name in SHARES if not only or name in only]:
             print(f"{name} …", file=sys.stderr, flush=True)
             left = settings.ends - time.time()

@@ -133,9 +133,9 @@ def attention_claim(results: GpuResults) -> Claim:
     if item is None or f"{tokens} tokens" in step.left_out:
         return _unmeasured(text, step.left_out.get(f"{tokens} tokens") or _why_not(results, "attention"))
     times = {name: t.device.median.value for name, t in item.timings.items() if t.device is not None}
-    ours = {name: time for name, time in times.items() if name in FLAVOURS}
+    ours = {name: time for name, time in times.items() if name in ON_GPU}
     if not ours or FLASH not in times:
-        return _unmeasured(text, _why_untimed(item, (FLASH,) if ours else FLAVOURS))
+        return _unmeasured(text, _why_untimed(item, (FLASH,) if ours else ON_GPU))
     best = min(ours, key=lambda name: ours[name])
     ratio = item.timings[best].device_ratios[FLASH]
     figures = f"{best} {ours[best]:.3f} ms, flash {times[FLASH]:.3f} ms: {ratio.value:.2f}×"

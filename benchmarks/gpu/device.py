@@ -80,10 +80,10 @@ class Device:
         return self.torch.cuda.stream(self.torch.cuda.Stream(self.name)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
 
     def to_device(self, tensor: Tensor, precision: Precision) -> Tensor:
-        """Move a tensor to the device, at a precision; other streams may read it."""
+        """Move a tensor to the device, floating-point ones at a precision; other streams may read it."""
         from attnforge.runtime.backends.eager import torch_dtype
 
-        moved = tensor.to(self.name, torch_dtype(precision))
+        moved = tensor.to(self.name, torch_dtype(precision) if tensor.is_floating_point() else tensor.dtype)
         self.sync()
         return moved
 

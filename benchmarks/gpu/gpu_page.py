@@ -29,6 +29,7 @@ def page(results: GpuResults) -> str:
         "Tests": [f"`pytest -m gpu`: {text}" for text in tests],
         "Parity": _parity(step["parity"]),
         "Ceilings of the device": _ceilings(step["ceilings"]),
+        "Published models": _latencies(step["published"]),
         "Attention alone": _attention(step["attention"], ceilings_of(results)),
         "Patch attention": _latencies(step["latency"]),
         "Overhead of a session": _overhead(step["overhead"]),
@@ -117,6 +118,8 @@ def _ceilings(step: Step) -> list[str]:
 def _attention(step: Step, most: Mapping[str, float]) -> list[str]:
     rows = []
     for item in step.items.values():
+        if not item.timings:  # it failed, or is running
+            continue
         flash = item.timings.get(FLASH)
         operations, moved = (float(item.values[key] or 0) for key in ("flops", "bytes"))
         for name, timing in sorted(item.timings.items(), key=lambda pair: pair[1].wall.median.value):

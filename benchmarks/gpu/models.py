@@ -215,14 +215,15 @@ def truth_of(
         device: the device.
         name: name of the case.
         precision: precision whose budget applies.
-        eager, exact: functions that run on one sample at a time, the second on inputs in float64.
+        eager, exact: functions that run on one sample at a time, the second on floating-point inputs in float64.
         inputs: inputs on the device, samples first.
     """
     torch = device.torch
     samples = [[tensor[i : i + 1] for tensor in inputs] for i in range(len(inputs[0]))]
     with device.products(precision_named("fp32")):
         plain = torch.cat([eager(*sample).reshape(-1) for sample in samples])
-        truth = torch.cat([exact(*(tensor.double() for tensor in sample)).reshape(-1) for sample in samples])
+        widened = [[tensor.double() if tensor.is_floating_point() else tensor for tensor in s] for s in samples]
+        truth = torch.cat([exact(*sample).reshape(-1) for sample in widened])
     count = plain.numel()
     if count <= MOST_COMPARED:
         positions = torch.arange(count)

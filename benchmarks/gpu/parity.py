@@ -11,6 +11,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.errors import UnavailableError
 from attnforge.precision import precision_named
@@ -65,7 +67,7 @@ def supervise_models(settings: Settings) -> None:
 
 
 def _supervise_each(settings: Settings, results: GpuResults, record: Step) -> None:
-    workers = max(min(6, (os.cpu_count() or 1) // 2), 1)
+    workers = max(min(10, (os.cpu_count() or 1) * 2 // 3), 1)
     threads = max((os.cpu_count() or 1) // workers, 1)
 
     def supervised(model: str) -> Step:
@@ -99,19 +101,41 @@ def parity_of(device: Device, model: str) -> list[Task]:
 
 @cache
 def _bundle(device: Device, model: str, precision: str) -> Bundle:
-    """Return the model's bundle, deployed as a user would, once for all processes of the step."""
-    from attnforge.export.deploy import deploy
-
-    folder = Path(device.settings.scratch) / f"{model}-{precision}.bundle"
+    """Return the model's bundle: the one that another machine deployed, if there is one and its plan for every device
+    works here; otherwise deployed as a user would, once for all processes of the step."""
+    wanted = capabilities(device.run.results)
+    if device.settings.bundles is not None and not wanted:
+        elsewhere = Path(device.settings.bundles) / f"{model}-{precision}"
+        if elsewhere.exists():
+            return Bundle(elsewhere)
+    folder = Path(device.settings.scratch) / f"{model}-{precision}"
     if folder.exists():
         return Bundle(folder)
-    wanted = capabilities(device.run.results)
     targets = None if device.settings.place == "cuda" else targets_of(device.settings.backends)
+    return _deploy(model, precision, folder, targets, wanted)
+
+
+def _deploy(
+    model: str, precision: str, folder: Path, targets: Sequence[str] | None = None, wanted: Sequence[str] = ()
+) -> Bundle:
+    from attnforge.export.deploy import deploy
+
     module, args, shapes = small(model)
     return deploy(
         module, args, folder, shapes, precision, targets, model,
         compute_capabilities=wanted, tune=False, cache=False,
     )  # fmt: skip
+
+
+def deploy_all(folder: Path) -> None:
+    """Deploy every registered model in every precision to `FOLDER/MODEL-PRECISION`; bundles that exist are kept.
+
+    This needs no GPU: TensorRT-RTX's plan is portable.
+    """
+    for model in models():
+        for precision in PRECISIONS_TRIED:
+            if not (bundle := folder / f"{model}-{precision}").exists():
+                _deploy(model, precision, bundle)
 
 
 def small(model: str) -> Example:
@@ -190,3 +214,7 @@ def check_of(report: BackendReport) -> ParityCheck:
         cases=report.cases,
         reason="; ".join(reasons) or (None if report.passed else report.case),
     )
+
+
+if __name__ == "__main__":
+    typer.run(deploy_all)

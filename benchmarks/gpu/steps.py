@@ -22,7 +22,8 @@ SHARES = {
     "environment": 0.3,
     "tests": 0.2,
     "parity": 0.4,
-    "ceilings": 0.3,
+    "ceilings": 0.1,
+    "published": 0.5,
     "attention": 0.4,
     "latency": 0.85,
     "overhead": 1.0,
@@ -150,6 +151,7 @@ class Settings(StepRecord):
         place: where torch computes; `cpu` only for testing the code.
         backends: backends to try.
         threads: number of threads that libraries may use on the CPU; by default their own choice.
+        bundles: folder of bundles that another machine deployed; see :func:`.parity.deploy_all`.
     """
 
     out: str
@@ -160,6 +162,7 @@ class Settings(StepRecord):
     place: Literal["cuda", "cpu"] = "cuda"
     backends: list[str] = Field(default_factory=lambda: [name for name in BACKENDS if name not in WITHOUT_TARGET])
     threads: int | None = None
+    bundles: str | None = None
 
 
 def is_ours(name: str) -> bool:

@@ -186,13 +186,13 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
             for name in [name for name in ways if name in FLAVOURS or not device.on_cuda]:
                 ways[f"{name}, NumPy in and out"] = partial(in_session, device, stack, bundle, name, [array])
         if device.peers:
-            ways |= peers_of(device, large.module, images, point)
+            ways |= peers_of(device, large.module, [images], point.batch)
         # torch's contenders come last, because its allocator keeps memory that it has used once
         race(device, item, ways, truth, point.batch, partial(why_too_large, device, point))
 
 
-def peers_of(device: Device, module: nn.Module, images: Tensor, point: PatchPoint) -> Ways:
-    """Return torch's ways of running the same module on the same images."""
+def peers_of(device: Device, module: nn.Module, inputs: Sequence[Tensor], batch: int) -> Ways:
+    """Return torch's ways of running the same module on the same inputs of `batch` samples."""
     from attnforge.bench.contenders.peers import using_sdpa
 
     torch = device.torch
@@ -200,18 +200,18 @@ def peers_of(device: Device, module: nn.Module, images: Tensor, point: PatchPoin
 
     def compiled(mode: str | None) -> OpenContender:
         run = torch.compile(module, dynamic=False, mode=mode)
-        return OpenContender(lambda: run(images))
+        return OpenContender(lambda: run(*inputs))
 
-    def fused(images: Tensor) -> Tensor:
+    def fused() -> Tensor:
         with using_sdpa():
-            result: Tensor = module(images)
+            result: Tensor = module(*inputs)
         return result
 
     ways: Ways = {COMPILE: lambda: compiled(None)}
-    if point.batch == 1 and device.on_cuda and not device.settings.quick:
+    if batch == 1 and device.on_cuda and not device.settings.quick:
         ways = {GRAPHED: lambda: compiled("reduce-overhead"), **ways}
-    ways[SDPA] = lambda: OpenContender(partial(fused, images))
-    ways[EAGER] = lambda: OpenContender(partial(module, images))
+    ways[SDPA] = lambda: OpenContender(fused)
+    ways[EAGER] = lambda: OpenContender(partial(module, *inputs))
     return ways
 
 

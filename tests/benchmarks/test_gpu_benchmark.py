@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from benchmarks.gpu import (
     gpu_page,
     models,
     parity,
+    published,
     racing,
     running,
     timings,
@@ -40,6 +42,7 @@ from benchmarks.gpu.steps import (
     EAGER,
     FATAL,
     FLASH,
+    SHARES,
     WHOLE,
     GpuResults,
     Item,
@@ -140,6 +143,17 @@ def test_what_there_is_no_time_for_is_listed(run: GpuRun) -> None:
     assert list(taken.items) == ["first"] and not taken.items["first"].failed
     assert taken.left_out == {"second": "no time was left", "third": "no time was left"}
     assert "- latency: no time was left (second; third)" in gpu_page.page(run.results)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_task_without_figures_is_written(run: GpuRun, name: str) -> None:
+    """As every task is, before it starts and if it fails."""
+
+    def fails(item: Item) -> None:
+        raise ValueError("no such kernel")
+
+    step(run, name, lambda: [("12544 tokens", fails)])
+    assert f"**{name}: 12544 tokens: {WHOLE}**" in (Path(run.settings.out) / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_a_step_that_cannot_begin_is_recorded(run: GpuRun) -> None:
@@ -342,7 +356,7 @@ def test_large_models_are_timed_once_they_are_right(run: GpuRun, monkeypatch: py
     monkeypatch.setattr(
         timings,
         "peers_of",
-        lambda device, module, images, point: {EAGER: lambda: racing.OpenContender(partial(module, images))},
+        lambda device, module, inputs, batch: {EAGER: lambda: racing.OpenContender(partial(module, *inputs))},
     )
     monkeypatch.setattr(racing, "race_seconds", lambda device: 0.1)
     point = models.PatchPoint("fp32", 56, 2)
@@ -398,6 +412,23 @@ def test_the_truth_of_a_batch_is_that_of_its_samples(run: GpuRun, monkeypatch: p
     assert truth.check(2 * x).error == truth.check(2 * x.numpy()).error == 0
     assert truth.check(2 * x.numpy()).passed and not truth.check(2 * x + 1).passed
     assert truth.case == Case(name="case", sizes={}, kind="normal", seed=0)
+
+
+def test_bundles_of_another_machine_are_taken(run: GpuRun, small: DeploySmall, tmp_path: Path) -> None:
+    shutil.copytree(small("fp32").path, tmp_path / "elsewhere" / "vit-fp32")
+    run.settings.bundles = str(tmp_path / "elsewhere")
+    assert parity._bundle(Device(run), "vit", "fp32").path == tmp_path / "elsewhere" / "vit-fp32"
+
+
+def test_published_models_have_inputs_for_every_sample(run: GpuRun) -> None:
+    device = Device(run)
+    large = models.large_of(device, published.bert_base, "fp32")
+    ids, mask = published._inputs(device, large, 8)
+    assert ids.shape == mask.shape == (8, 128) and len({tuple(row.tolist()) for row in ids}) == 8
+    assert mask.sum(-1).tolist() == [128 - 12 * i for i in range(8)]
+    sizes = {"batch": 8, "tokens": 128}
+    bundle = large.deploy(device.scratch("bert"), sizes, ["onnxruntime"], Item())
+    assert [spec.dims for spec in bundle.manifest.outputs] == [[8, 128, 768]]
 
 
 # What follows from the figures
