@@ -145,6 +145,7 @@ STRANGERS = (
     "the key that signed the bundle (trusted=…, ATTNFORGE_TRUSTED), otherwise build your own plan with rebuild=True"
 )
 NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
+UNSUPPORTED = "{} {} does not support this GPU: its compute capability is {}, and the supported ones are {}"
 
 
 def _nothing(backend: str) -> str | None:
@@ -152,7 +153,20 @@ def _nothing(backend: str) -> str | None:
 
 
 def _no_tensorrt(backend: str) -> str | None:
-    return _no_package(backend) or (NO_DEVICE.format(backend) if cuda_devices() == 0 else None)
+    return _no_package(backend) or _no_gpu(backend, 0)
+
+
+def _no_gpu(backend: str, device: int) -> str | None:
+    """Why a flavour of TensorRT that is installed cannot run any plan on a CUDA device, or None."""
+    if cuda_devices() == 0:
+        return NO_DEVICE.format(backend)
+    trt = importlib.import_module(backend)
+    # TensorRT-RTX lists what it supports, and loads no plan elsewhere, whatever the plan was built for.
+    supported = [name for name in dir(getattr(trt, "ComputeCapability", None)) if name.startswith("SM")]
+    here = compute_capability(device)
+    if backend == "tensorrt_rtx" and here not in supported:
+        return UNSUPPORTED.format(backend, trt.__version__, here, ", ".join(supported))
+    return None
 
 
 def _no_package(backend: str) -> str | None:
@@ -223,8 +237,8 @@ def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
             f"again from the bundle's own model with load(…, {backend!r}, rebuild=True), or install "
             f"{backend}=={engines[0].version}"
         )
-    if cuda_devices() == 0:
-        return NO_DEVICE.format(backend)
+    if (reason := _no_gpu(backend, device)) is not None:
+        return reason
     engine = engine_for(engines, version, compute_capability(device))
     return engine if isinstance(engine, str) else None
 

@@ -70,6 +70,22 @@ def test_a_plan_for_another_device_is_refused_with_a_remedy(
     assert isinstance(reason, str) and re.search(message, reason)
 
 
+@pytest.mark.parametrize(("capability", "runs"), [("SM89", True), ("SM90", False), ("SM120", True)])
+def test_a_gpu_that_tensorrt_rtx_does_not_support_is_named(
+    capability: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A portable plan is for it by its number, but TensorRT-RTX 1.7 loads no plan on compute capability 9.0."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setattr(backends, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(backends, "compute_capability", lambda device: capability)
+    reason = backends.why_not_here("tensorrt_rtx")
+    if runs:
+        assert reason is None
+    else:
+        start = f"tensorrt_rtx {trt.__version__} does not support this GPU: its compute capability is SM90, and the "
+        assert reason is not None and reason.startswith(start) and "SM89" in reason and "\n" not in reason
+
+
 # Profiles
 
 WHOLE: dict[str, Range] = {"batch": (1, 4, 64), "tokens": (1, 128, 4096)}

@@ -743,7 +743,7 @@ def test_a_backend_of_the_cpu_loaded_by_name_leaves_cuda_alone(copy: Path, backe
     assert done.stdout.strip() == "fine"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("tensorrt_rtx")
 def test_tensorrt_rtx_agrees_with_eager(small: DeploySmall) -> None:
     with attnforge.load(small("fp32"), "tensorrt_rtx") as session:
         for batch, tokens, length in ((4, 9, 12), (1, 2, 2), (3, 7, 10), (4, 9, 12)):

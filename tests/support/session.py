@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.machine import cuda_devices
+from attnforge.runtime.backends.registry import why_not_here
 from benchmarks.servers.ray.cluster import local_cluster
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
@@ -72,10 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if isinstance(item, pytest.Function) and "registered" in item.fixturenames and hasattr(item, "callspec"):
             item.add_marker(pytest.mark.xdist_group(f"registered-{item.callspec.params.get('name')}"))
-    if cuda_devices() == 0:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if (gpu := item.get_closest_marker("gpu")) is not None:
+            reasons = [why_not_here(backend) for backend in gpu.args] if cuda_devices() else ["no CUDA device"]
+            for reason in filter(None, reasons):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -232,7 +232,7 @@ def test_tensors_of_a_backend_are_reported_with_those_of_eager(of_healthy: Diagn
         assert report.error is not None and 0 <= error < report.error, "it computes in fp32"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("tensorrt_rtx")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_tensors_of_tensorrt_rtx(precision: str, broken: DeployBroken) -> None:
     diagnosis = diagnose(broken("healthy", precision), ["tensorrt_rtx"])

@@ -201,6 +201,15 @@ def test_the_spread_of_eagers_error_counts_on_trials_of_a_model() -> None:
     assert not tried(off_by(TRUTH, 1.9e-2, 1), TRUTH).passed
 
 
+def test_the_spread_of_an_element_counts_for_a_sum_by_the_root_of_its_terms() -> None:
+    """64 errors of random signs add up to eight times one of them."""
+    case = TRIAL.model_copy(update={"spread": {"output": (1.0, 1.0)}})
+    truth = np.full(100, 40.0)
+    for off, terms, passes in ((1.9, 1, True), (2.1, 1, False), (15.9, 64, True), (16.1, 64, False)):
+        got = truth + np.eye(1, 100)[0] * off
+        assert judge(case, "output", got, truth, truth, precision_named("fp32"), terms=terms).passed == passes
+
+
 def test_all_subnormal_outputs_have_the_ulp_of_every_element() -> None:
     least = PRECISIONS["fp16"].ulp(1e-30)
     truth = least * np.array([3.0, 5.0, -2.0, 1.0])
@@ -416,7 +425,7 @@ def test_backends_asked_for_by_name(small: DeploySmall) -> None:
         attnforge.verify(small("fp32"), ["tensorrt"])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("tensorrt_rtx")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_tensorrt_rtx_passes(small: DeploySmall, precision: str) -> None:
     report = attnforge.verify(small(precision), ["tensorrt_rtx"])
