@@ -483,7 +483,10 @@ class _Draws:
 
     def more(self) -> None:
         """Draw another error."""
-        moved = {name: _neighbours(a, self._rng) if is_floating(a) else a for name, a in self._inputs.items()}
+        moved = {
+            name: _neighbours(array, self._baseline.precision, self._rng) if is_floating(array) else array
+            for name, array in self._inputs.items()
+        }
         eager, exact = self._baseline.eager(moved), self._model.exact(moved)
         for output, errors in self._errors.items():
             errors.append(_Error.of(eager[output], exact[output]))
@@ -558,10 +561,16 @@ def _left(cases: Sequence[Case], cost: Cost) -> float:
     return max(PASSES * run - sum(cost(case.sizes) for case in seeded), LEAST_DRAWS * run)
 
 
-def _neighbours(array: Array, rng: np.random.Generator) -> Array:
-    """Replace each number by the next larger or smaller one of its dtype, or keep it, at random; zeros are kept."""
+def _neighbours(array: Array, precision: Precision, rng: np.random.Generator) -> Array:
+    """Replace each number by the next larger or smaller one of its dtype, or keep it, at random; zeros are kept.
+
+    In TF32 the next number is that of ten bits of mantissa: nearer ones are rounded to the same operand.
+    """
     toward = np.array([-np.inf, np.inf], array.dtype)[rng.integers(0, 2, array.shape)]
     moved = np.nextafter(array, toward, dtype=array.dtype)
+    if precision.name == "tf32":
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = array + (moved - array) * np.float32(2 ** (23 - precision.mantissa_bits))
     keep = ~np.isfinite(moved) | (array == 0) | (rng.random(array.shape) < 1 / 3)
     return np.where(keep, array, moved)
 

@@ -33,6 +33,7 @@ from attnforge.runtime.backends.eager import (
     as_written,
     at_precision,
     outputs_of,
+    products_in,
     run,
     torch_dtype,
 )
@@ -71,7 +72,8 @@ class Captured:
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs of the module at the bundle's precision; 16-bit outputs as float32 and integers as float64, which
         represent them exactly (64-bit integers up to 2^53)."""
-        results = run(self.module, inputs, torch_dtype(self.precision))
+        with products_in(self.precision):
+            results = run(self.module, inputs, torch_dtype(self.precision))
         return {
             name: to_numpy(name, value.float() if value.is_floating_point() else value.double())
             for name, value in results.items()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
@@ -138,6 +140,48 @@ def as_written() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def products_in(precision: Precision) -> Iterator[None]:
+    """Make torch's products and convolutions on the CPU round as they do at a precision, for a block.
+
+    In TF32 a GPU rounds their float32 operands to ten bits of mantissa, which no CPU does; at other precisions the
+    operands' dtype says how they round.
+    """
+    if precision.name != "tf32":
+        yield
+        return
+    # Fused attention hides its products.
+    with sdpa_kernel(SDPBackend.MATH), _InTF32():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _InTF32(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Rounds the operands of products to TF32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (first := _OPERANDS.get(func.overloadpacket)) is not None:
+            rounded = [_tf32(operand) for operand in args[first : first + 2]]
+            args = (*args[:first], *rounded, *args[first + 2 :])
+        return func(*args, **(kwargs or {}))
+
+
+_ATEN = torch.ops.aten
+_OPERANDS = {
+    _ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.mv: 0, _ATEN.dot: 0, _ATEN.convolution: 0, _ATEN.linear: 0,
+    _ATEN.addmm: 1, _ATEN.baddbmm: 1, _ATEN.addmv: 1, _ATEN.addbmm: 1,
+}  # fmt: skip
+"""The operators that are products, and which argument is the first of the two that are multiplied."""
+
+
+def _tf32(tensor: Tensor) -> Tensor:
+    """A float32 tensor rounded to the nearest numbers of ten bits of mantissa, ties to even."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    bits = tensor.contiguous().view(torch.int32)
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+    return torch.where(tensor.isfinite(), rounded, tensor)
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:

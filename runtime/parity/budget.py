@@ -109,6 +109,7 @@ def judge(
     precision: Precision,
     baseline: Array | None = None,
     allowed: Allowed | None = None,
+    terms: int = 1,
 ) -> Comparison:
     """Check one output of one case against the budget.
 
@@ -121,6 +122,7 @@ def judge(
         precision: the precision whose floor and ulp are allowed.
         baseline: eager's output at `precision`, if that differs from the bundle's.
         allowed: the error that a deployment that chose its precisions may have.
+        terms: how many of the output's elements each number is a signed sum of.
     """
     if got.shape != truth.shape:
         return incomparable(case, output, precision, f"{got.size} elements, where float64 eager has {truth.size}")
@@ -132,7 +134,7 @@ def judge(
     positions = _Positions.of(case, got, eager, truth, precision)
     standard = _without_overflow(eager, baseline)
     errors = _Errors.of(got, standard, truth)
-    budget = _budget(case, output, errors, precision, allowed, eager_overflowed=positions.overflowed > 0)
+    budget = _budget(case, output, errors, precision, allowed, positions.overflowed > 0, terms)
     reason = budget.exceeded(errors)
     worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
     if (misplaced := positions.misplaced(case, precision)) is not None:
@@ -235,13 +237,19 @@ class _Budget:
 
 
 def _budget(
-    case: Case, output: str, errors: _Errors, precision: Precision, allowed: Allowed | None, eager_overflowed: bool
+    case: Case,
+    output: str,
+    errors: _Errors,
+    precision: Precision,
+    allowed: Allowed | None,
+    eager_overflowed: bool,
+    terms: int,
 ) -> _Budget:
     """The budget of rules 1 and 2, with everything else that the module's docstring allows."""
     rounding = max(4 * precision.ulp(errors.largest), precision.floor * errors.largest)
     drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
     error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
-    max_error = 2 * max(_max(errors.eager_off), max_drawn) + rounding
+    max_error = 2 * max(_max(errors.eager_off), math.sqrt(terms) * max_drawn) + rounding
     if 0 < errors.largest < precision.smallest_normal:
         error = max(error, rounding * math.sqrt(errors.off.size) / float(np.linalg.norm(errors.truth)))
     if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):

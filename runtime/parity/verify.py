@@ -551,7 +551,8 @@ class _CaseOnBackend:
 
         eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
         baseline = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
-        return judge(case, output, got, eager, truth, precision, baseline, allowed)
+        terms = reference.BLOCK if suffix else 1
+        return judge(case, output, got, eager, truth, precision, baseline, allowed, terms)
 
 
 def _locate(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:

@@ -18,11 +18,11 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.errors import CaptureError
-from attnforge.export.reference import _FewNumbers, write_reference
+from attnforge.export.reference import _FewNumbers, _neighbours, write_reference
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.cases import make_inputs
-from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS
+from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error
 
 
 class Standard(nn.Module):
@@ -53,6 +53,41 @@ def test_squares_on_the_way_to_extremes_stay_in_range(precision: str, tmp_path: 
         assert cases["scaled-100"].scale == 100 and cases["outliers"].scale == 1
     assert 1e6 < largest[True] < p.largest**0.5 / 16
     assert largest[False] > p.largest**0.5
+
+
+class Products(nn.Module):
+    """A product, a convolution and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(64, 64), nn.Conv1d(9, 9, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = x.unflatten(-1, (4, 16)).transpose(-2, -3)
+        return self.linear(x), self.conv(x), nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_eager_rounds_the_operands_of_products_to_tf32() -> None:
+    """As a GPU does, and no CPU; every other operator computes in fp32."""
+    torch.manual_seed(0)
+    module, x = Products(), torch.randn(2, 9, 64)
+    errors = {}
+    for precision in ("fp32", "tf32"):
+        captured = capture(module, (x,), None, precision_named(precision))
+        eager, exact = captured.eager(captured.example), captured.exact(captured.example)
+        errors[precision] = [relative_error(eager[name].astype(np.float64), exact[name]) for name in eager]
+    assert max(errors["fp32"]) < 1e-6
+    assert all(1e-4 < error < 1e-3 for error in errors["tf32"]), errors
+
+
+def test_inputs_move_by_one_rounding_of_the_precision() -> None:
+    array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    array[0, 0] = 0.0
+    for precision, largest in (("fp32", 2**-23), ("tf32", 2**-10)):
+        moved = _neighbours(array, precision_named(precision), np.random.default_rng(1))
+        share = np.abs(moved - array)[array != 0] / np.abs(array[array != 0])
+        assert moved[0, 0] == 0 and largest / 2 < share.max() <= largest
+        assert 0.5 < (share > 0).mean() < 0.8
 
 
 class Last(nn.Module):
