@@ -338,3 +338,21 @@ def test_both_forms_compute_the_same_at_any_sizes(attends: Attends, mask: str, s
     for_onnxruntime.lower(model, sites, OPT)
     feeds = plain.feeds(sizes)
     agree(run(model, feeds), plain.expected(feeds))
+
+
+@pytest.mark.parametrize(
+    ("form", "fused"), [("mask of keys", True), ("bias", True), ("mask, NaN for silent rows", False), ("causal", False)]
+)
+def test_a_mask_in_fp16_is_one_kernel_on_cuda(form: str, fused: bool) -> None:
+    """Its arithmetic is checked in fp32, on the CPU."""
+    attends = FUSED[form]
+    model, sites = attends.model()
+    (lowered,) = for_onnxruntime.lower(model, sites, OPT, device="cuda").sites
+    assert (lowered.form == for_onnxruntime.MULTI_HEAD) == fused, lowered
+    widen(model)
+    narrowed = model.graph.outputs[0].producer()
+    assert narrowed is not None and narrowed.inputs[0] is not None
+    model.graph.outputs[0] = narrowed.inputs[0]  # before it is rounded
+    feeds = attends.feeds(SIZES[0], 0)
+    given = {name: array if array.dtype == bool else array.astype(np.float16) for name, array in feeds.items()}
+    agree(run(model, given), attends.expected(feeds))
