@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from attnforge.bundle import Bundle, Trusted, sign
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
+    from attnforge.runtime.backends.outside import Target
     from attnforge.runtime.parity.verify import verify
     from attnforge.runtime.session import Session
 
-__all__ = ["Bundle", "Session", "__version__", "benchmark", "deploy", "diagnose", "load", "sign", "verify"]
+__all__ = ["Bundle", "Session", "Target", "__version__", "benchmark", "deploy", "diagnose", "load", "sign", "verify"]
 
 os.environ.setdefault(
     "ORT_DISABLE_TELEMETRY", "1"
@@ -35,6 +36,7 @@ os.environ.setdefault(
 _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime.session",
+    "Target": "attnforge.runtime.backends.outside",
     "benchmark": "attnforge.bench.run",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",

@@ -38,7 +38,7 @@ from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.openvino import graph_of
-from attnforge.runtime.backends.registry import ON_GPU, why_not_unasked
+from attnforge.runtime.backends.registry import ON_GPU, OUTSIDE, why_not_unasked
 from attnforge.runtime.preference import by_preference
 
 Bundles = str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle]
@@ -252,6 +252,8 @@ def _size_mb(entry: Caller) -> float | None:
         files = [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
     elif record is not None and record.engines:
         files = [bundle.path / record.engines[0].file]
+    elif entry.name in OUTSIDE and record is not None:
+        files = [bundle.path / name for name in bundle.model_files(record.model)]
     else:
         targets = FLAVOURS if entry.name == "onnxruntime-tensorrt" else ("onnxruntime",)
         records = [manifest.targets[target] for target in targets if target in manifest.targets]

@@ -20,7 +20,7 @@ from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
 from attnforge.files import sha256
-from attnforge.runtime.backends.registry import WITHOUT_TARGET
+from attnforge.runtime.backends.registry import OUTSIDE, WITHOUT_TARGET
 from attnforge.runtime.session import load
 
 
@@ -36,6 +36,8 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
     Raises:
         AttnforgeError: the backend cannot build or run the graph.
     """
+    if backend in OUTSIDE:
+        raise UnavailableError(f"{backend} is of another package, which does not show the tensors inside its model")
     target, record, model = _graph_of(bundle, backend)
     name = CANONICAL if record.model == CANONICAL else "model.onnx"
     shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])

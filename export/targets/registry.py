@@ -9,21 +9,25 @@ from typing import TypeVar
 
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import BuildError, UnavailableError, UsageError
-from attnforge.export.targets import onnxruntime, tensorrt
+from attnforge.export.targets import onnxruntime, outside, tensorrt
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.progress import Progress, Steps
+from attnforge.runtime.backends.registry import OUTSIDE
 
 T = TypeVar("T")
 
 TARGETS: dict[str, Callable[[Job, Progress], Finish]] = {
     "onnxruntime": onnxruntime.begin,
     **{flavour: partial(tensorrt.begin, flavour=flavour) for flavour in FLAVOURS},
+    **{name: partial(outside.begin, target=target) for name, target in OUTSIDE.items()},
 }
 """Starts building each target, and returns the function that waits for it."""
 
 
 def why_not_buildable(target: str) -> str | None:
     """Why `target` cannot be built on this machine, or None if it can."""
+    if target in OUTSIDE:
+        return OUTSIDE[target].why_not_here()
     return tensorrt.why_not_buildable(target) if target in FLAVOURS else None
 
 
@@ -60,6 +64,11 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
             raise UnavailableError(skipped[target])
     chosen = tuple(target for target in TARGETS if target in reasons and target not in skipped)
     for target in require_fused:
+        if target in OUTSIDE:
+            raise UsageError(
+                f"{target} does not report what it fuses, so it cannot be required to fuse attention; require that of "
+                f"{', '.join(name for name in TARGETS if name not in OUTSIDE)}"
+            )
         if target not in chosen:
             raise UsageError(
                 f"{target} must run attention fused but is not among the targets to build ({', '.join(chosen)}); add "

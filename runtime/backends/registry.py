@@ -18,6 +18,7 @@ from attnforge.bundle import FLAVOURS, Bundle, Certificate
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
+from attnforge.runtime.backends.outside import Outside, Target, installed
 from attnforge.runtime.backends.whole_sequences import STEPPING, as_model
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, is_trusted_plan
@@ -259,6 +260,12 @@ def _no_library(bundle: Bundle, backend: str, device: int) -> str | None:
     return why_not_here(backend)  # every bundle contains the canonical graph
 
 
+def _not_deployed(bundle: Bundle, backend: str, device: int) -> str | None:
+    if backend not in bundle.manifest.targets:
+        return f"the bundle was not deployed for {backend}; deploy it again with --target {backend}"
+    return why_not_here(backend)
+
+
 # --- how each is opened -----------------------------------------------------------------------------------------------
 
 
@@ -284,6 +291,20 @@ def _openvino(bundle: Bundle, backend: str, options: Options) -> Backend:
     from attnforge.runtime.backends.openvino import open_bundle
 
     return open_bundle(bundle, options)
+
+
+def _outside(bundle: Bundle, backend: str, options: Options) -> Backend:
+    manifest = bundle.manifest
+    with bundle.steady():
+        file = bundle.file(manifest.targets[backend].model)
+        return Outside(OUTSIDE[backend], file, manifest.graph_inputs, manifest.graph_outputs, options.threads)
+
+
+def _of_package(target: Target) -> Registered:
+    return Registered(
+        target.name, tuple(target.libraries), False, lambda name: target.why_not_here(), _not_deployed, _outside,
+        uncertified="its package does not report what it fuses",
+    )  # fmt: skip
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -315,6 +336,10 @@ REGISTRY = {
     )
 }  # fmt: skip
 """Every backend by name, in the order in which `auto` prefers them if nothing was measured."""
+
+OUTSIDE = installed((*REGISTRY, "auto", "eager", "onnxruntime"))
+"""The targets of other packages, by name; each is a backend as well, after all others."""
+REGISTRY |= {name: _of_package(target) for name, target in OUTSIDE.items()}
 
 BACKENDS = tuple(REGISTRY)
 ON_GPU = tuple(name for name, row in REGISTRY.items() if row.on_gpu)

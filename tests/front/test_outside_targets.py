@@ -1,0 +1,122 @@
+"""Targets of other packages: installed as a user installs them, and known to every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "support" / "reference_target"
+
+COMMANDS = """
+import json, sys
+from attnforge.cli import main
+
+for words in json.loads(sys.argv.pop(1)):
+    print("\\n###", flush=True)
+    try:
+        sys.argv[1:] = words
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    print("\\n#exit", code or 0, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages with the target in it."""
+    folder = tmp_path_factory.mktemp("outside")
+    source = shutil.copytree(SOURCE, folder / "source")  # setuptools writes next to its source
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder / "site"), str(source)], check=True, capture_output=True, timeout=120)
+    return folder / "site"
+
+
+def attnforge(site: Path, *commands: list[str]) -> tuple[list[tuple[int, str]], str]:
+    """Run commands in one process that has the packages in `site`; returns the exit code and the output of each, and
+    standard error."""
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = []
+    for part in done.stdout.split("\n###\n")[1:]:
+        output, _, code = part.rpartition("\n#exit ")
+        results.append((int(code), output))
+    return results, done.stderr
+
+
+def test_every_command_knows_a_target_of_another_package(site: Path, tmp_path: Path) -> None:
+    bundle = str(tmp_path / "b")
+    deploy = ["deploy", "self-attention", "--no-tune", "--target", "onnx-reference"]
+    results, _ = attnforge(
+        site,
+        ["doctor", "--json"],
+        [*deploy, "--target", "onnxruntime", "--out", bundle],
+        ["inspect", bundle],
+        ["verify", bundle, "--json"],
+        ["verify", bundle, "--backend", "onnx-reference", "--json"],
+        ["bench", bundle, "--backend", "onnx-reference", "--against", "eager", "--quick", "--json"],
+        [*deploy, "--require-fused", "onnx-reference", "--out", str(tmp_path / "c")],
+        ["diagnose", bundle, "--backend", "onnx-reference", "--json"],
+    )
+    doctor, deployed, inspected, verified, alone, timed, required, diagnosed = results
+    report = json.loads(doctor[1])
+    assert report["build"]["onnx-reference"] is None and report["run"]["onnx-reference"] is None
+    assert deployed[0] == 0 and "onnx-reference" in inspected[1]
+    assert (Path(bundle) / "targets" / "onnx-reference" / "model.onnx").is_file()
+    for code, output in (verified, alone):
+        backend = json.loads(output)["backends"]["onnx-reference"]
+        assert code == 0 and backend["passed"] and backend["cases"] > 5 and 0 < backend["error"] < backend["budget"]
+    (model,) = json.loads(timed[1])["models"]
+    assert timed[0] == 0 and "onnx-reference" in {contender["name"] for contender in model["contenders"]}
+    assert required[0] == 2
+    assert diagnosed[0] == 0
+
+
+def test_a_wrong_answer_of_a_target_of_another_package_is_found(site: Path, tmp_path: Path) -> None:
+    wrong = shutil.copytree(site, tmp_path / "wrong")
+    file = wrong / "attnforge_reference_target.py"
+    text = file.read_text(encoding="utf-8").replace(
+        "evaluator.run(None, dict(inputs))", "[1.001 * evaluator.run(None, dict(inputs))[0]]"
+    )
+    file.write_text(text, encoding="utf-8")
+    bundle = str(tmp_path / "b")
+    targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
+    results, _ = attnforge(
+        wrong, ["deploy", "self-attention", "--no-tune", *targets, "--out", bundle], ["verify", bundle, "--json"]
+    )
+    (code, _), (missed, output) = results
+    assert code == 0 and missed == 1
+    backends = json.loads(output)["backends"]
+    assert not backends["onnx-reference"]["passed"] and backends["onnxruntime-cpu"]["passed"]
+
+
+def test_a_package_that_cannot_be_imported_costs_a_line(site: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(site, tmp_path / "broken")
+    (broken / "attnforge_reference_target.py").write_text("import a_library_that_nobody_has\n", encoding="utf-8")
+    results, errors = attnforge(broken, ["doctor", "--json"])
+    (code, output), lines = results[0], errors.splitlines()
+    assert code == 0 and "onnx-reference" not in json.loads(output)["build"]
+    assert (
+        len(lines) == 1 and "the target onnx-reference of attnforge-reference-target is left out: No module" in lines[0]
+    )
+
+
+def test_a_bundle_for_a_target_that_is_not_installed_runs_on_the_others(site: Path, tmp_path: Path) -> None:
+    bundle, empty = str(tmp_path / "b"), tmp_path / "nothing"
+    targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
+    attnforge(site, ["deploy", "self-attention", "--no-tune", *targets, "--out", bundle])
+    results, _ = attnforge(empty, ["verify", bundle, "--json"], ["verify", bundle, "--backend", "onnx-reference"])
+    (code, output), (unknown, _) = results
+    assert code == 0 and json.loads(output)["backends"].keys() >= {"onnxruntime-cpu"}
+    assert unknown == 2
