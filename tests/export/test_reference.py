@@ -63,7 +63,7 @@ class Products(nn.Module):
         self.linear, self.conv = nn.Linear(64, 64), nn.Conv1d(9, 9, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = x.unflatten(-1, (4, 16)).transpose(-2, -3)
+        heads = x.reshape(2, 9, 4, 16).transpose(1, 2)
         return self.linear(x), self.conv(x), nn.functional.scaled_dot_product_attention(heads, heads, heads)
 
 
