@@ -72,6 +72,9 @@ FileName = Annotated[
 ModelName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
 """The name of an ONNX file of the bundle."""
 
+TargetFile = Annotated[FileName, StringConstraints(pattern=r"\.onnx$|^targets/[^/]+/[^/]+$")]
+"""The name of a file that a target runs: an ONNX file, or any one in the folder of a target of another package."""
+
 Expression = Annotated[str, StringConstraints(max_length=LONGEST_SIZE), AfterValidator(_plain)]
 """A symbol, or an expression of symbols."""
 

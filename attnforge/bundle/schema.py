@@ -25,6 +25,7 @@ from attnforge.bundle.fields import (
     Sha256,
     Size,
     StoredRecord,
+    TargetFile,
     Threads,
 )
 from attnforge.certificate import Certificate
@@ -218,7 +219,7 @@ class TargetRecord(StoredRecord):
     """A bundle's contents for a target.
 
     Attributes:
-        model: file of the lowered graph.
+        model: file of the lowered graph, or what a target of another package runs.
         cuda_model: file of the graph for ONNX Runtime on CUDA, if it differs from the CPU's.
         tuning: how forms were measured; None if rules chose them.
         session: settings of ONNX Runtime's session on the machine that deployed the bundle.
@@ -230,7 +231,7 @@ class TargetRecord(StoredRecord):
         low_bit_attention: number of attention sites whose compiled fused kernel multiplies in fp8.
     """
 
-    model: ModelName
+    model: TargetFile
     cuda_model: ModelName | None = None
     tuning: Tuning | None = None
     session: SessionSettings | None = None

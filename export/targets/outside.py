@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 from attnforge.bundle import CANONICAL, TargetRecord
 from attnforge.errors import BuildError, raised_as
 from attnforge.export.lowering.attention import Lowered
@@ -22,17 +26,26 @@ def begin(job: Job, progress: Progress, target: Target) -> Finish:
         target: the target.
 
     Raises:
-        BuildError: it cannot run this model, or returned no file in its folder.
+        BuildError: it cannot run this model, or wrote other files than the one that it named.
     """
-    model = CANONICAL
-    if target.build is not None:
-        folder = job.folder / FOLDER / target.name
-        folder.mkdir(parents=True)
-        with raised_as(BuildError, f"{target.name} cannot build this model"):
-            model = f"{FOLDER}/{target.name}/{target.build(job.folder / CANONICAL, folder)}"
-        if not (job.folder / model).is_file():
-            raise BuildError(f"{target.name} wrote no file {model}")
+    model = CANONICAL if target.build is None else _built(target, target.build, job.folder)
     why = "the package of this target lowers the canonical node itself"
     lowered = [Lowered(site.name, "Attention", why, site.node) for site in job.sites if site.node is not None]
     built = Built(TargetRecord(model=model), lowered)
     return lambda steps: built
+
+
+def _built(target: Target, build: Callable[[Path, Path], str], bundle: Path) -> str:
+    """Return the name of the one file that a target wrote to its folder, which is removed if it fails."""
+    folder = bundle / FOLDER / target.name
+    folder.mkdir(parents=True)
+    try:
+        with raised_as(BuildError, f"{target.name} cannot build this model"):
+            name = build(bundle / CANONICAL, folder)
+        if sorted(folder.iterdir()) != [folder / str(name)] or not (folder / str(name)).is_file():
+            written = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+            raise BuildError(f"{target.name} must write one file and return its name; it wrote {written}, not {name!r}")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return f"{FOLDER}/{target.name}/{name}"

@@ -27,7 +27,7 @@ TARGETS: dict[str, Callable[[Job, Progress], Finish]] = {
 def why_not_buildable(target: str) -> str | None:
     """Why `target` cannot be built on this machine, or None if it can."""
     if target in OUTSIDE:
-        return OUTSIDE[target].why_not_here()
+        return OUTSIDE[target].why_unusable()
     return tensorrt.why_not_buildable(target) if target in FLAVOURS else None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -152,9 +153,12 @@ def products_in(precision: Precision) -> Iterator[None]:
     if precision.name != "tf32":
         yield
         return
-    # Fused attention hides its products.
-    with sdpa_kernel(SDPBackend.MATH), _InTF32():  # type: ignore[no-untyped-call]
-        yield
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention hides its products
+        with warnings.catch_warnings():  # of flags that are left as they are
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # and so does an LSTM's
+        yield stack.enter_context(_InTF32())  # type: ignore[no-untyped-call]
 
 
 class _InTF32(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,13 +168,16 @@ class _InTF32(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (first := _OPERANDS.get(func.overloadpacket)) is not None:
             rounded = [_tf32(operand) for operand in args[first : first + 2]]
             args = (*args[:first], *rounded, *args[first + 2 :])
-        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        with self:  # in inference mode, operators that are made of others arrive whole
+            result = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
 
 _ATEN = torch.ops.aten
 _OPERANDS = {
     _ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.mv: 0, _ATEN.dot: 0, _ATEN.convolution: 0, _ATEN.linear: 0,
-    _ATEN.addmm: 1, _ATEN.baddbmm: 1, _ATEN.addmv: 1, _ATEN.addbmm: 1,
+    _ATEN.addmm: 1, _ATEN.baddbmm: 1, _ATEN.addmv: 1, _ATEN.addbmm: 1, _ATEN.addmm_: 1, _ATEN.baddbmm_: 1,
 }  # fmt: skip
 """The operators that are products, and which argument is the first of the two that are multiplied."""
 
@@ -181,7 +188,7 @@ def _tf32(tensor: Tensor) -> Tensor:
         return tensor
     bits = tensor.contiguous().view(torch.int32)
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
-    return torch.where(tensor.isfinite(), rounded, tensor)
+    return torch.where(rounded.isfinite(), rounded, tensor)
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:

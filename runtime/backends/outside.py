@@ -14,7 +14,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +33,8 @@ log = logging.getLogger("attnforge")
 GROUP = "attnforge.targets"
 
 Runner = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Computes a model's outputs from its inputs, both by name. Inputs are contiguous arrays of the model's dtypes. Several
-threads may call it at once."""
+"""Computes a model's outputs from its inputs, both by name. Inputs are contiguous arrays of the model's dtypes; outputs
+are new arrays of them. Several threads may call it at once."""
 
 
 def _nothing() -> str | None:
@@ -52,6 +54,8 @@ class Target:
             of the file in that folder. An exception means that the target cannot run this model. Without `build`,
             `open` is given the canonical graph.
         why_not_here: returns why this machine cannot run it, in one line, or None.
+        runs_code: whether a file may hold code that runs when it is opened, as a compiled model does. If so, a bundle's
+            file is opened only for a caller who names the target, or whose key signed the bundle.
         libraries: names of the distributions whose versions its speed and its results depend on.
     """
 
@@ -59,7 +63,16 @@ class Target:
     open: Callable[[Path, int | None], Runner]
     build: Callable[[Path, Path], str] | None = None
     why_not_here: Callable[[], str | None] = _nothing
+    runs_code: bool = True
     libraries: Sequence[str] = ()
+
+    def why_unusable(self) -> str | None:
+        """Return why this machine cannot run it, in one line, or None."""
+        try:
+            reason = self.why_not_here()
+        except Exception as error:  # whatever a package raises
+            reason = f"{self.name} cannot be used here: {first_line(error)}"
+        return None if reason is None else first_line(reason)
 
 
 def installed(taken: Collection[str]) -> dict[str, Target]:
@@ -71,16 +84,16 @@ def installed(taken: Collection[str]) -> dict[str, Target]:
     """
     targets: dict[str, Target] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
-        of = f"the target {entry.name} of {entry.dist.name if entry.dist is not None else 'a package'} is left out"
         try:
-            target = entry.load()
-        except Exception as error:  # whatever a package raises when it is imported
-            log.warning("%s: %s", of, first_line(error))
-            continue
-        if not isinstance(target, Target):
-            log.warning("%s: %s is a %s, not an attnforge.Target", of, entry.value, type(target).__name__)
-        elif not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", target.name) or target.name in {*taken, *targets}:
-            log.warning("%s: its name %r is taken, or not of lower-case letters, digits, - and _", of, target.name)
+            with redirect_stdout(sys.stderr):  # standard output may be a JSON document
+                target = entry.load()
+            if not isinstance(target, Target):
+                raise TypeError(f"{entry.value} is a {type(target).__name__}, not an attnforge.Target")
+            if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", target.name) or target.name in {*taken, *targets}:
+                raise ValueError(f"its name {target.name!r} is taken, or not of lower-case letters, digits, - and _")
+        except (Exception, SystemExit) as error:  # whatever a package raises when it is imported
+            of = entry.dist.name if entry.dist is not None else "a package"
+            log.warning("the target %s of %s is left out: %s", entry.name, of, first_line(error))
         else:
             targets[target.name] = target
     return targets
@@ -115,9 +128,20 @@ class Outside:
             self._run = target.open(file, threads)
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        with raised_as(RunError, self.name):
+        with raised_as(RunError, f"{self.name} failed"):
             results = self._run(dict(zip(self._inputs, arrays, strict=True)))
-            return [np.asarray(results[spec.name]) for spec in self._outputs]
+        return [
+            self._checked(spec, results.get(spec.name), shape)
+            for spec, shape in zip(self._outputs, shapes.outputs, strict=True)
+        ]
+
+    def _checked(self, spec: TensorSpec, result: Array | None, shape: tuple[int, ...] | None) -> Array:
+        """An output, if it is of the model's dtype and shape."""
+        array = np.asarray(result)
+        if array.dtype.name != spec.dtype or (shape is not None and array.shape != shape):
+            expected = f"{spec.dtype}{list(shape or ('…',))}"
+            raise RunError(f"{self.name} returned {array.dtype}{list(array.shape)} for {spec.name}, not {expected}")
+        return array
 
     def memory(self) -> Memory:
         return Memory()

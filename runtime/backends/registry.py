@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from attnforge.bundle import FLAVOURS, Bundle, Certificate
+from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, Certificate
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
@@ -69,8 +69,10 @@ def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None
     In addition to what :func:`why_unavailable` says: a plan may run code, so without being named it is loaded only if
     it is trusted.
     """
-    if (reason := why_unavailable(bundle, backend, device)) is not None or backend not in FLAVOURS:
+    if (reason := why_unavailable(bundle, backend, device)) is not None or backend not in (*FLAVOURS, *OUTSIDE):
         return reason
+    if backend in OUTSIDE:
+        return None if bundle.trusted or not OUTSIDE[backend].runs_code else FOREIGN.format(backend)
     version = importlib.import_module(backend).__version__
     engine = engine_for(bundle.manifest.targets[backend].engines, version, compute_capability(device))
     return engine if isinstance(engine, str) else None if is_trusted_plan(bundle, engine) else STRANGERS.format(backend)
@@ -144,6 +146,10 @@ def libraries_of(backends: Sequence[str]) -> list[str]:
 STRANGERS = (
     "its plan was not built by this user, and plans can run code; if you trust who built it, name the backend {!r} or "
     "the key that signed the bundle (trusted=…, ATTNFORGE_TRUSTED), otherwise build your own plan with rebuild=True"
+)
+FOREIGN = (
+    "its file may hold code; if you trust who made the bundle, name the backend {!r} or the key that signed the bundle "
+    "(trusted=…, ATTNFORGE_TRUSTED)"
 )
 NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
 UNSUPPORTED = "{} {} does not support this GPU: its compute capability is {}, and the supported ones are {}"
@@ -261,7 +267,8 @@ def _no_library(bundle: Bundle, backend: str, device: int) -> str | None:
 
 
 def _not_deployed(bundle: Bundle, backend: str, device: int) -> str | None:
-    if backend not in bundle.manifest.targets:
+    record = bundle.manifest.targets.get(backend)
+    if record is None or not (record.model == CANONICAL or record.model.startswith(f"targets/{backend}/")):
         return f"the bundle was not deployed for {backend}; deploy it again with --target {backend}"
     return why_not_here(backend)
 
@@ -302,7 +309,7 @@ def _outside(bundle: Bundle, backend: str, options: Options) -> Backend:
 
 def _of_package(target: Target) -> Registered:
     return Registered(
-        target.name, tuple(target.libraries), False, lambda name: target.why_not_here(), _not_deployed, _outside,
+        target.name, tuple(target.libraries), False, lambda name: target.why_unusable(), _not_deployed, _outside,
         uncertified="its package does not report what it fuses",
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from attnforge.errors import CaptureError
 from attnforge.export.reference import _FewNumbers, _neighbours, write_reference
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
+from attnforge.runtime.backends.eager import products_in
 from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error
 
@@ -56,15 +57,16 @@ def test_squares_on_the_way_to_extremes_stay_in_range(precision: str, tmp_path: 
 
 
 class Products(nn.Module):
-    """A product, a convolution and attention."""
+    """Products, a convolution and attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.conv = nn.Linear(64, 64), nn.Conv1d(9, 9, 3)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         heads = x.reshape(2, 9, 4, 16).transpose(1, 2)
-        return self.linear(x), self.conv(x), nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        attention = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return self.linear(x), self.conv(x), attention, x @ x.mT, torch.einsum("bij,bkj->bik", x, x)
 
 
 def test_eager_rounds_the_operands_of_products_to_tf32() -> None:
@@ -78,6 +80,18 @@ def test_eager_rounds_the_operands_of_products_to_tf32() -> None:
         errors[precision] = [relative_error(eager[name].astype(np.float64), exact[name]) for name in eager]
     assert max(errors["fp32"]) < 1e-6
     assert all(1e-4 < error < 1e-3 for error in errors["tf32"]), errors
+
+
+def test_products_round_to_tf32_in_inference_mode_and_in_an_lstm() -> None:
+    torch.manual_seed(0)
+    lstm, x = nn.LSTM(64, 64), torch.randn(9, 9, 64)
+    with torch.inference_mode():
+        results = {}
+        for precision in ("fp32", "tf32"):
+            with products_in(precision_named(precision)):
+                results[precision] = [lstm(x)[0], x @ x.mT, torch.einsum("bij,bkj->bik", x, x)]
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(results["tf32"], results["fp32"], strict=True)]
+    assert all(5e-5 < error < 1e-3 for error in errors), errors
 
 
 def test_inputs_move_by_one_rounding_of_the_precision() -> None:

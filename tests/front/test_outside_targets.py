@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from attnforge.bundle import MANIFEST, Bundle
+
 SOURCE = Path(__file__).parents[1] / "support" / "reference_target"
 
 COMMANDS = """
@@ -99,6 +101,59 @@ def test_a_wrong_answer_of_a_target_of_another_package_is_found(site: Path, tmp_
     assert code == 0 and missed == 1
     backends = json.loads(output)["backends"]
     assert not backends["onnx-reference"]["passed"] and backends["onnxruntime-cpu"]["passed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('return "model.onnx"', 'return "../../canonical.onnx"'), "must write one file and return its name"),
+        (('return "model.onnx"', 'return "other.onnx"'), "it wrote model.onnx, not 'other.onnx'"),
+        (('return "model.onnx"', 'return None'), "it wrote model.onnx, not None"),
+        (('return "model.onnx"', 'raise ValueError("no such operator")'), "cannot build this model: no such operator"),
+        (("def run(", 'raise OSError("no driver")\n\n    def run('), "cannot open"),
+        (("dict(zip(", "dict(zip(['y'], [0]), strict=False) if file else dict(zip("), "for output, not float32"),
+        (("inputs))", "inputs))[:0]"), "failed: "),
+    ],
+)  # fmt: skip
+def test_a_target_of_another_package_that_fails_is_one_line(
+    site: Path, tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    """Named, its failure is that of the command; otherwise deploy leaves it out, with none of its files."""
+    broken = shutil.copytree(site, tmp_path / "broken")
+    file = broken / "attnforge_reference_target.py"
+    assert change[0] in file.read_text(encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
+    named, unnamed = str(tmp_path / "b"), str(tmp_path / "c")
+    deploy = ["deploy", "self-attention", "--no-tune", "--out"]
+    results, errors = attnforge(
+        broken,
+        [*deploy, named, "--target", "onnx-reference"],
+        ["verify", named, "--backend", "onnx-reference"],
+        [*deploy, unnamed] if "def build" in change[0] or "model.onnx" in change[0] else ["doctor"],
+    )
+    assert results[0][0] == 1 or results[1][0] == 1
+    assert message in " ".join(errors.split()) and "Traceback" not in errors
+    assert results[2][0] == 0
+    if (Path(unnamed) / MANIFEST).is_file():
+        assert message in Bundle(unnamed).manifest.skipped["onnx-reference"]
+        assert not (Path(unnamed) / "targets" / "onnx-reference").exists()
+
+
+def test_files_that_may_hold_code_are_opened_by_name_only(site: Path, tmp_path: Path) -> None:
+    careful = shutil.copytree(site, tmp_path / "careful")
+    file = careful / "attnforge_reference_target.py"
+    file.write_text(file.read_text(encoding="utf-8").replace("runs_code=False, ", ""), encoding="utf-8")
+    bundle = str(tmp_path / "b")
+    targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
+    results, _ = attnforge(
+        careful,
+        ["deploy", "self-attention", "--no-tune", *targets, "--out", bundle],
+        ["verify", bundle, "--json"],
+        ["verify", bundle, "--backend", "onnx-reference", "--json"],
+    )
+    skipped = json.loads(results[1][1])["skipped"]["onnx-reference"]
+    assert skipped.startswith("its file may hold code; if you trust who made the bundle, name the backend")
+    assert json.loads(results[2][1])["backends"]["onnx-reference"]["passed"]
 
 
 def test_a_package_that_cannot_be_imported_costs_a_line(site: Path, tmp_path: Path) -> None:

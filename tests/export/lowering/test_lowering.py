@@ -340,19 +340,32 @@ def test_both_forms_compute_the_same_at_any_sizes(attends: Attends, mask: str, s
     agree(run(model, feeds), plain.expected(feeds))
 
 
+ITSELF = Attends(n_k="n", mask=("batch", 1, "n", "n"), precision="fp16")
+
+
 @pytest.mark.parametrize(
-    ("form", "fused"), [("mask of keys", True), ("bias", True), ("mask, NaN for silent rows", False), ("causal", False)]
+    ("attends", "tokens", "fused"),
+    [
+        (ITSELF, 16, True),
+        (replace(ITSELF, mask=("batch", 1, 1, "n")), 16, True),
+        (replace(ITSELF, mask=(1, 4, "n", "n"), bias=True), 16, True),
+        (ITSELF, 13, False),
+        (replace(ITSELF, silent_rows="nan"), 16, False),
+        (Attends(mask=("batch", 1, 1, "m"), precision="fp16"), 16, False),
+        (replace(ITSELF, precision="fp32"), 16, False),
+    ],
 )
-def test_a_mask_in_fp16_is_one_kernel_on_cuda(form: str, fused: bool) -> None:
+def test_a_mask_in_fp16_is_one_kernel_on_cuda(attends: Attends, tokens: int, fused: bool) -> None:
     """Its arithmetic is checked in fp32, on the CPU."""
-    attends = FUSED[form]
     model, sites = attends.model()
-    (lowered,) = for_onnxruntime.lower(model, sites, OPT, device="cuda").sites
+    (lowered,) = for_onnxruntime.lower(model, sites, {**OPT, "n": tokens}, device="cuda").sites
     assert (lowered.form == for_onnxruntime.MULTI_HEAD) == fused, lowered
-    widen(model)
-    narrowed = model.graph.outputs[0].producer()
-    assert narrowed is not None and narrowed.inputs[0] is not None
-    model.graph.outputs[0] = narrowed.inputs[0]  # before it is rounded
-    feeds = attends.feeds(SIZES[0], 0)
-    given = {name: array if array.dtype == bool else array.astype(np.float16) for name, array in feeds.items()}
+    if attends.precision == "fp16":
+        widen(model)
+        narrowed = model.graph.outputs[0].producer()
+        assert narrowed is not None and narrowed.inputs[0] is not None
+        model.graph.outputs[0] = narrowed.inputs[0]  # before it is rounded
+    feeds = attends.feeds({"batch": 2, "n": tokens, "m": 11}, 0)
+    half = {"fp16": np.float16, "fp32": np.float32}[attends.precision]
+    given = {name: array if array.dtype == bool else array.astype(half) for name, array in feeds.items()}
     agree(run(model, given), attends.expected(feeds))
