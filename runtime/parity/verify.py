@@ -29,7 +29,7 @@ from attnforge.bundle import (
     unlisted_text,
     used,
 )
-from attnforge.errors import BundleError, UnknownNameError
+from attnforge.errors import BundleError, UnavailableError, UnknownNameError
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
@@ -188,16 +188,21 @@ def verify(
     wanted = list(backends or BACKENDS) + (["eager"] if module is not None and not backends else [])
     references, reports = References.of(opened), {}
     for name in wanted:
-        if name not in skipped:
-            foreign = name == "eager" or callable(metric)  # whose errors are their author's
-            with (
-                load(opened, name, module=module) as session,
-                nullcontext() if foreign else used(opened.path, "verified"),
-            ):
-                again = replace(scores, measured=[]) if scores is not None else None
-                reports[name] = hold(
-                    opened, name, session.run, references=references, scores=again, schedules=session.schedules
-                )
+        if name in skipped:
+            continue
+        try:
+            session = load(opened, name, module=module)
+        except UnavailableError as error:  # whether a plan can be loaded is known only once it is tried
+            if backends is not None:
+                raise
+            skipped[name] = str(error)
+            continue
+        foreign = name == "eager" or callable(metric)  # whose errors are their author's
+        with session, nullcontext() if foreign else used(opened.path, "verified"):
+            again = replace(scores, measured=[]) if scores is not None else None
+            reports[name] = hold(
+                opened, name, session.run, references=references, scores=again, schedules=session.schedules
+            )
     return reported(opened, reports, skipped)
 
 

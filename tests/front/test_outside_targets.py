@@ -139,6 +139,21 @@ def test_a_target_of_another_package_that_fails_is_one_line(
         assert not (Path(unnamed) / "targets" / "onnx-reference").exists()
 
 
+def test_a_backend_that_cannot_open_its_file_is_skipped_unless_it_was_named(site: Path, tmp_path: Path) -> None:
+    """As a plan is that this GPU or driver does not load."""
+    bundle, closed = str(tmp_path / "b"), shutil.copytree(site, tmp_path / "closed")
+    targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
+    attnforge(site, ["deploy", "self-attention", "--no-tune", *targets, "--out", bundle])
+    file = closed / "attnforge_reference_target.py"
+    text = file.read_text(encoding="utf-8").replace("evaluator =", 'raise OSError("no driver")\n    evaluator =')
+    file.write_text(text, encoding="utf-8")
+    results, errors = attnforge(closed, ["verify", bundle, "--json"], ["verify", bundle, "--backend", "onnx-reference"])
+    report = json.loads(results[0][1])
+    assert results[0][0] == 0 and report["backends"]["onnxruntime-cpu"]["passed"]
+    assert report["skipped"]["onnx-reference"].endswith("no driver")
+    assert results[1][0] == 1 and "onnx-reference cannot open" in errors
+
+
 def test_files_that_may_hold_code_are_opened_by_name_only(site: Path, tmp_path: Path) -> None:
     careful = shutil.copytree(site, tmp_path / "careful")
     file = careful / "attnforge_reference_target.py"
