@@ -167,12 +167,11 @@ def _no_gpu(backend: str, device: int) -> str | None:
     """Why a flavour of TensorRT that is installed cannot run any plan on a CUDA device, or None."""
     if cuda_devices() == 0:
         return NO_DEVICE.format(backend)
-    trt = importlib.import_module(backend)
+    library, here = importlib.import_module(backend), compute_capability(device)
     # TensorRT-RTX lists what it supports, and loads no plan elsewhere, whatever the plan was built for.
-    supported = [name for name in dir(getattr(trt, "ComputeCapability", None)) if name.startswith("SM")]
-    here = compute_capability(device)
+    supported = [name for name in dir(getattr(library, "ComputeCapability", None)) if name.startswith("SM")]
     if backend == "tensorrt_rtx" and here not in supported:
-        return UNSUPPORTED.format(backend, trt.__version__, here, ", ".join(supported))
+        return UNSUPPORTED.format(backend, library.__version__, here, ", ".join(supported))
     return None
 
 
