@@ -1,6 +1,7 @@
 """The bundle: a folder with a deployed model (:mod:`.reading`, :mod:`.output`) and its manifest (:mod:`.schema`)."""
 
 from attnforge.bundle.fields import MOST_THREADS as MOST_THREADS
+from attnforge.bundle.fields import OF_PACKAGES as OF_PACKAGES
 from attnforge.bundle.output import check_place as check_place
 from attnforge.bundle.output import place_of as place_of
 from attnforge.bundle.output import sign as sign

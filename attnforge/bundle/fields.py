@@ -72,7 +72,10 @@ FileName = Annotated[
 ModelName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
 """The name of an ONNX file of the bundle."""
 
-TargetFile = Annotated[FileName, StringConstraints(pattern=r"\.onnx$|^targets/[^/]+/[^/]+$")]
+OF_PACKAGES = "targets"
+"""The folder of a bundle in which each target of another package has one."""
+
+TargetFile = Annotated[FileName, StringConstraints(pattern=rf"\.onnx$|^{OF_PACKAGES}/[^/]+/[^/]+$")]
 """The name of a file that a target runs: an ONNX file, or any one in the folder of a target of another package."""
 
 Expression = Annotated[str, StringConstraints(max_length=LONGEST_SIZE), AfterValidator(_plain)]

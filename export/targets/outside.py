@@ -6,15 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from attnforge.bundle import CANONICAL, TargetRecord
+from attnforge.bundle import CANONICAL, OF_PACKAGES, TargetRecord
 from attnforge.errors import BuildError, raised_as
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.progress import Progress
 from attnforge.runtime.backends.outside import Target
-
-FOLDER = "targets"
-"""Folder of the bundle in which each such target has one."""
 
 
 def begin(job: Job, progress: Progress, target: Target) -> Finish:
@@ -37,7 +34,7 @@ def begin(job: Job, progress: Progress, target: Target) -> Finish:
 
 def _built(target: Target, build: Callable[[Path, Path], str], bundle: Path) -> str:
     """Return the name of the one file that a target wrote to its folder, which is removed if it fails."""
-    folder = bundle / FOLDER / target.name
+    folder = bundle / OF_PACKAGES / target.name
     folder.mkdir(parents=True)
     try:
         with raised_as(BuildError, f"{target.name} cannot build this model"):
@@ -48,4 +45,4 @@ def _built(target: Target, build: Callable[[Path, Path], str], bundle: Path) -> 
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return f"{FOLDER}/{target.name}/{name}"
+    return f"{OF_PACKAGES}/{target.name}/{name}"

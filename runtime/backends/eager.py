@@ -158,7 +158,8 @@ def products_in(precision: Precision) -> Iterator[None]:
         with warnings.catch_warnings():  # of flags that are left as they are
             warnings.simplefilter("ignore")
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # and so does an LSTM's
-        yield stack.enter_context(_InTF32())  # type: ignore[no-untyped-call]
+        stack.enter_context(_InTF32())  # type: ignore[no-untyped-call]
+        yield
 
 
 class _InTF32(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, Certificate
+from attnforge.bundle import CANONICAL, FLAVOURS, OF_PACKAGES, Bundle, Certificate
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.backends.backend import PROVIDERS, Backend
@@ -69,10 +69,12 @@ def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None
     In addition to what :func:`why_unavailable` says: a plan may run code, so without being named it is loaded only if
     it is trusted.
     """
-    if (reason := why_unavailable(bundle, backend, device)) is not None or backend not in (*FLAVOURS, *OUTSIDE):
+    if (reason := why_unavailable(bundle, backend, device)) is not None:
         return reason
     if backend in OUTSIDE:
         return None if bundle.trusted or not OUTSIDE[backend].runs_code else FOREIGN.format(backend)
+    if backend not in FLAVOURS:
+        return None
     version = importlib.import_module(backend).__version__
     engine = engine_for(bundle.manifest.targets[backend].engines, version, compute_capability(device))
     return engine if isinstance(engine, str) else None if is_trusted_plan(bundle, engine) else STRANGERS.format(backend)
@@ -167,12 +169,12 @@ def _no_gpu(backend: str, device: int) -> str | None:
     """Why a flavour of TensorRT that is installed cannot run any plan on a CUDA device, or None."""
     if cuda_devices() == 0:
         return NO_DEVICE.format(backend)
+    if backend != "tensorrt_rtx":
+        return None
+    # It lists what it supports, and loads no plan elsewhere, whatever the plan was built for.
     library, here = importlib.import_module(backend), compute_capability(device)
-    # TensorRT-RTX lists what it supports, and loads no plan elsewhere, whatever the plan was built for.
-    supported = [name for name in dir(getattr(library, "ComputeCapability", None)) if name.startswith("SM")]
-    if backend == "tensorrt_rtx" and here not in supported:
-        return UNSUPPORTED.format(backend, library.__version__, here, ", ".join(supported))
-    return None
+    supported = [name for name in dir(library.ComputeCapability) if name.startswith("SM")]
+    return None if here in supported else UNSUPPORTED.format(backend, library.__version__, here, ", ".join(supported))
 
 
 def _no_package(backend: str) -> str | None:
@@ -267,7 +269,7 @@ def _no_library(bundle: Bundle, backend: str, device: int) -> str | None:
 
 def _not_deployed(bundle: Bundle, backend: str, device: int) -> str | None:
     record = bundle.manifest.targets.get(backend)
-    if record is None or not (record.model == CANONICAL or record.model.startswith(f"targets/{backend}/")):
+    if record is None or not (record.model == CANONICAL or record.model.startswith(f"{OF_PACKAGES}/{backend}/")):
         return f"the bundle was not deployed for {backend}; deploy it again with --target {backend}"
     return why_not_here(backend)
 
