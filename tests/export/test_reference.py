@@ -18,7 +18,8 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.errors import CaptureError
-from attnforge.export.reference import _FewNumbers, _neighbours, write_reference
+from attnforge.export.reference import write_reference
+from attnforge.export.reference.spread import Spreads, neighbours
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.eager import products_in
@@ -98,7 +99,7 @@ def test_inputs_move_by_one_rounding_of_the_precision() -> None:
     array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     array[0, 0] = 0.0
     for precision, largest in (("fp32", 2**-23), ("tf32", 2**-10)):
-        moved = _neighbours(array, precision_named(precision), np.random.default_rng(1))
+        moved = neighbours(array, precision_named(precision), np.random.default_rng(1))
         share = np.abs(moved - array)[array != 0] / np.abs(array[array != 0])
         assert moved[0, 0] == 0 and largest / 2 < share.max() <= largest
         assert 0.5 < (share > 0).mean() < 0.8
@@ -302,11 +303,13 @@ def test_a_handful_of_elements_near_zero_by_chance_gets_the_floor_of_the_usual_s
 @pytest.mark.parametrize(("factor", "widened"), [(1 / 40, True), (1 / 2000, False)])
 def test_on_hard_inputs_too_a_handful_may_be_near_zero_by_chance(factor: float, widened: bool) -> None:
     """Like a score of two normalised vectors, which denormal inputs do not make small."""
-    floor, few = precision_named("fp32").floor, _FewNumbers()
-    truth = np.full(1, 1.0)
+    model = Noisy(precision_named("fp32"), 1, 0.0, varies=False)
+    floor, spreads = model.precision.floor, Spreads(model, model)
+    truth = {"y": np.full(1, 1.0)}
     usual, hard = (Case(name=kind, sizes={}, kind=kind, seed=1) for kind in ("normal", "denormal"))
-    few.add(usual, {"y": truth}, {"y": truth})
-    few.add(hard, {"y": factor * truth}, {"y": factor * truth})
-    few.widen_spreads(floor)
+    spreads.add(usual, truth, truth, truth)
+    small = {"y": factor * truth["y"]}
+    spreads.add(hard, small, small, small)
+    spreads.pool()
     assert (hard.spread["y"][0] == pytest.approx(floor / 2 / factor)) == widened
     assert widened or hard.spread["y"] == (0.0, 0.0)

@@ -1,0 +1,76 @@
+"""Models that compute the outputs a deployment is verified against, at the bundle's precision and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from attnforge.arrays import Array, is_floating
+from attnforge.bundle import TensorSpec
+from attnforge.precision import Precision
+
+
+class ReferenceModel(Protocol):
+    """A model that answers twice: at the bundle's precision, and in float64 with the same weights.
+
+    Attributes:
+        inputs: name, dtype and dims of each input.
+        precision: the precision at which :meth:`eager` computes.
+    """
+
+    inputs: list[TensorSpec]
+    precision: Precision
+
+    @property
+    def reference(self) -> str:
+        """Description of what computes the outputs, for the manifest."""
+
+    @property
+    def example(self) -> dict[str, Array]:
+        """The example inputs by name, in the dtypes of `inputs`."""
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name at the precision; 16-bit ones as float32, which represents them exactly."""
+
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        """Outputs by name in float64.
+
+        Args:
+            inputs: inputs by name.
+            peaks: receives the largest absolute value of every operator's results, in execution order, if the model
+                knows them; otherwise unchanged.
+        """
+
+    def at(self, precision: Precision) -> ReferenceModel:
+        """The same weights rounded to another precision."""
+
+
+class Derived:
+    """A model whose eager is another model's, and whose float64 is its own.
+
+    Args:
+        whole: the model.
+        precision: the other model's precision.
+    """
+
+    def __init__(self, whole: ReferenceModel, precision: Precision) -> None:
+        self._whole, self.precision = whole, precision
+        self.inputs: list[TensorSpec] = whole.inputs
+
+    @property
+    def example(self) -> dict[str, Array]:
+        return self._whole.example
+
+    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+        return self._whole.exact(inputs, peaks)
+
+    def at(self, precision: Precision) -> ReferenceModel:
+        return self._whole.at(precision)
+
+
+def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
+    """Inputs by name, floating-point ones rounded to the precision's dtype."""
+    with np.errstate(over="ignore"):
+        return {name: a.astype(precision.dtype) if is_floating(a) else a for name, a in inputs.items()}
