@@ -29,7 +29,7 @@ from attnforge.bundle import (
     unlisted_text,
     used,
 )
-from attnforge.errors import BundleError, UnavailableError, UnknownNameError
+from attnforge.errors import BundleError, DeviceError, RunError, UnavailableError, UnknownNameError
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
@@ -178,6 +178,8 @@ def verify(
         BundleError: there is no complete, unaltered bundle.
         UnknownNameError: no such backend.
         UnavailableError: a backend that was named cannot run here.
+        RunError, DeviceError: a run of a backend that was named failed. Otherwise the backend does not pass, and its
+            report has the error as its reason.
     """
     opened = open_bundle(bundle, trusted=trusted)
     for name in backends or ():
@@ -186,7 +188,7 @@ def verify(
     scores = chosen_metric(opened, metric, least)
     skipped = _skipped(opened) if backends is None else {}
     wanted = list(backends or BACKENDS) + (["eager"] if module is not None and not backends else [])
-    references, reports = References.of(opened), {}
+    references, reports = References.of(opened), dict[str, BackendReport]()
     for name in wanted:
         if name in skipped:
             continue
@@ -198,11 +200,16 @@ def verify(
             skipped[name] = str(error)
             continue
         foreign = name == "eager" or callable(metric)  # whose errors are their author's
-        with session, nullcontext() if foreign else used(opened.path, "verified"):
-            again = replace(scores, measured=[]) if scores is not None else None
-            reports[name] = hold(
-                opened, name, session.run, references=references, scores=again, schedules=session.schedules
-            )
+        again = replace(scores, measured=[]) if scores is not None else None
+        try:
+            with session, nullcontext() if foreign else used(opened.path, "verified"):
+                reports[name] = hold(
+                    opened, name, session.run, references=references, scores=again, schedules=session.schedules
+                )
+        except (RunError, DeviceError) as error:  # of this backend, and the reports on others are kept
+            if backends is not None:
+                raise
+            reports[name] = _without_comparisons(str(error))
     return reported(opened, reports, skipped)
 
 
@@ -479,9 +486,7 @@ def _report(
     comparisons: Sequence[Comparison], cases: int, metric: MetricReport | None, doubt: str | None
 ) -> BackendReport:
     if not comparisons:
-        return BackendReport(
-            passed=False, error=0, eager_error=0, budget=0, case="no case was run", cases=0, failures=[]
-        )
+        return _without_comparisons(None)
     worst = max(comparisons, key=lambda c: (not c.passed, c.error / c.budget))
     reason = doubt or (metric.reason if metric is not None else None)
     outputs = {c.output: None for c in comparisons}
@@ -497,6 +502,12 @@ def _report(
         outputs={name: OutputReport.of([c for c in comparisons if c.output == name]) for name in outputs},
         metric=metric,
         reason=reason,
+    )
+
+
+def _without_comparisons(reason: str | None) -> BackendReport:
+    return BackendReport(
+        passed=False, error=0, eager_error=0, budget=0, case="no case was compared", cases=0, failures=[], reason=reason
     )
 
 

@@ -154,6 +154,33 @@ def test_a_backend_that_cannot_open_its_file_is_skipped_unless_it_was_named(site
     assert results[1][0] == 1 and "onnx-reference cannot open" in errors
 
 
+def test_a_backend_whose_run_fails_does_not_end_the_others_unless_it_was_named(site: Path, tmp_path: Path) -> None:
+    bundle, failing, page = (
+        str(tmp_path / "b"),
+        shutil.copytree(site, tmp_path / "failing"),
+        str(tmp_path / "page.html"),
+    )
+    targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
+    attnforge(site, ["deploy", "self-attention", "--no-tune", *targets, "--out", bundle])
+    file = failing / "attnforge_reference_target.py"
+    text = file.read_text(encoding="utf-8").replace("dict(inputs))", "dict(inputs))[0][None, :1]")
+    file.write_text(text, encoding="utf-8")
+    results, errors = attnforge(
+        failing,
+        ["verify", bundle, "--json", "--html", page],
+        ["verify", bundle],
+        ["verify", bundle, "--backend", "onnx-reference"],
+    )
+    report = json.loads(results[0][1])
+    reference = report["backends"]["onnx-reference"]
+    assert results[0][0] == 1 and not report["passed"] and report["backends"]["onnxruntime-cpu"]["passed"]
+    assert not reference["passed"] and reference["cases"] == 0 and reference["comparisons"] == []
+    assert reference["reason"].startswith("onnx-reference returned float32[1, 48, 64] for output, not float32[2, 48")
+    assert reference["reason"] in " ".join(results[1][1].split()) and results[1][0] == 1
+    assert reference["reason"] in " ".join(Path(page).read_text(encoding="utf-8").split())
+    assert results[2][0] == 1 and reference["reason"] in " ".join(errors.split()) and "Traceback" not in errors
+
+
 def test_files_that_may_hold_code_are_opened_by_name_only(site: Path, tmp_path: Path) -> None:
     careful = shutil.copytree(site, tmp_path / "careful")
     file = careful / "attnforge_reference_target.py"
