@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -87,53 +87,58 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
         inputs: the model's inputs.
         cost: the cost of a run; without it every run is cheap.
     """
-    symbols = _symbols(inputs)
     cost = cost or (lambda sizes: 0.0)
-    opt, low, high = (sizes_at(inputs, bound) for bound in ("opt", "min", "max"))
-    run = run_of_example(opt, cost)
-
-    def between(wanted: Callable[[int], bool], fraction: float, runs: float) -> dict[str, int]:
-        """The wanted sizes at `fraction` of the way from min to max, or as near to it as `runs` allow."""
-        sizes = low
-        for share in SHARES:
-            sizes = {s: _between(d, wanted, fraction * share) for s, d in symbols.items()}
-            if cost(sizes) <= runs * run:
-                break
-        return sizes
-
-    shapes = {"smallest": low, "largest": high, "odd": between(_is_odd, 0.4, 1 / 2)}
-    shapes["prime"] = between(_is_prime, 0.7, 1)
-    if not symbols or cost(opt) <= CHEAP:
-        shapes = {"opt": opt, **shapes}
-    for symbol in symbols if len(symbols) > 1 else ():
-        corner = {**high, symbol: low[symbol]}
-        is_expensive = cost(corner) > 4 * run / len(symbols)
-        shapes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_expensive else corner
+    opt = sizes_at(inputs, "opt")
     sweep = [Case(name="example", sizes=opt, kind="example", seed=0)]
 
     def add(name: str, sizes: dict[str, int], kind: Kind = "normal", scale: float = 1, masks: Masks = "random") -> None:
         sweep.append(Case(name=name, sizes=sizes, kind=kind, scale=scale, masks=masks, seed=len(sweep)))
 
-    for name, sizes in shapes.items():
+    for name, sizes in _normal_sizes(inputs, cost).items():
         if sizes not in [case.sizes for case in sweep[1:]]:
             add(f"normal-{name}", sizes)
-    if not symbols:
+    if not opt:
         add("normal-again", opt)
+    odd, prime = _sizes_between(inputs, cost, _is_odd, 0.4, 1 / 4), _sizes_between(inputs, cost, _is_prime, 0.7, 1 / 4)
     if any(_is_floating(spec) and spec.excludes is None for spec in inputs):
-        sizes = between(_is_odd, 0.4, 1 / 4)
         for kind, scale in KINDS:
-            add(f"{kind}-{scale:g}" if kind == "scaled" else kind, sizes, kind, scale)
+            add(f"{kind}-{scale:g}" if kind == "scaled" else kind, odd, kind, scale)
     if any(_is_mask(spec) for spec in inputs):
-        sizes = between(_is_prime, 0.7, 1 / 4)
         for masks in MASKS:
-            add(f"mask-{masks.replace(' ', '-')}", sizes, masks=masks)
+            add(f"mask-{masks.replace(' ', '-')}", prime, masks=masks)
     if any(_is_number(spec) for spec in inputs):
-        sizes = between(_is_odd, 0.4, 1 / 4)
-        add("integers-zero", sizes, "zeros")
-        add("integers-large", sizes, "large")
+        add("integers-zero", odd, "zeros")
+        add("integers-large", odd, "large")
     if any(_is_added(spec) for spec in inputs):
-        add("mask-infinite", between(_is_prime, 0.7, 1 / 4), masks="infinite")
+        add("mask-infinite", prime, masks="infinite")
     return sweep
+
+
+def _normal_sizes(inputs: Sequence[TensorSpec], cost: Cost) -> dict[str, dict[str, int]]:
+    """The sizes of the cases of normal inputs, by the end of their names; some may be equal."""
+    opt, low, high = (sizes_at(inputs, bound) for bound in ("opt", "min", "max"))
+    run = run_of_example(opt, cost)
+    sizes = {} if opt and cost(opt) > CHEAP else {"opt": opt}
+    sizes |= {"smallest": low, "largest": high}
+    sizes["odd"] = _sizes_between(inputs, cost, _is_odd, 0.4, 1 / 2)
+    sizes["prime"] = _sizes_between(inputs, cost, _is_prime, 0.7, 1)
+    for symbol in opt if len(opt) > 1 else ():
+        corner = {**high, symbol: low[symbol]}
+        is_expensive = cost(corner) > 4 * run / len(opt)
+        sizes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_expensive else corner
+    return sizes
+
+
+def _sizes_between(
+    inputs: Sequence[TensorSpec], cost: Cost, wanted: Callable[[int], bool], fraction: float, runs: float
+) -> dict[str, int]:
+    """The wanted sizes at `fraction` of the way from min to max, or as near to it as `runs` of the example allow."""
+    sizes, run = sizes_at(inputs, "min"), run_of_example(sizes_at(inputs, "opt"), cost)
+    for share in SHARES:
+        sizes = {s: _between(dim, wanted, fraction * share) for s, dim in _symbols(inputs).items()}
+        if cost(sizes) <= runs * run:
+            break
+    return sizes
 
 
 def sizes_at(inputs: Sequence[TensorSpec], bound: str) -> dict[str, int]:
@@ -367,16 +372,24 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
     shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
     if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks not in ("random", "infinite")):
         mask = _mask(case.masks, shape, rng)
-        if spec.excludes is not None:
-            return np.where(mask, 0.0, float(spec.excludes)).astype(dtype)
-        return mask.astype(dtype)
+        return (mask if spec.excludes is None else np.where(mask, 0.0, float(spec.excludes))).astype(dtype)
+    return (_drawn_numbers if _is_floating(spec) else _drawn_integers)(case, spec, shape, dtype, rng)
+
+
+def _drawn_integers(
+    case: Case, spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator
+) -> Array:
+    low, most = spec.low or 0, spec.high or 0 if case.most is None else min(spec.high or 0, case.most)
     if case.kind in ("zeros", "large") and _is_number(spec):
         largest = min(case.most or LARGEST_INTEGER, int(np.iinfo(dtype).max)) if case.kind == "large" else 0
         numbers = rng.permutation(np.maximum(largest - np.arange(math.prod(shape)) % 4, 0)).reshape(shape)
-        return np.asarray(numbers * rng.choice([-1, 1] if (spec.low or 0) < 0 else [1], shape)).astype(dtype)
-    if not _is_floating(spec):
-        most = spec.high or 0 if case.most is None else min(spec.high or 0, case.most)
-        return np.asarray(rng.integers(min(spec.low or 0, most), most, shape, endpoint=True)).astype(dtype)
+        return np.asarray(numbers * rng.choice([-1, 1] if low < 0 else [1], shape)).astype(dtype)
+    return np.asarray(rng.integers(min(low, most), most, shape, endpoint=True)).astype(dtype)
+
+
+def _drawn_numbers(
+    case: Case, spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator
+) -> Array:
     if case.kind == "constant":
         return np.ones(shape, dtype)
     if case.kind == "uniform":
