@@ -403,7 +403,7 @@ class Wrong(StoredRecord):
     explicit request.
 
     Attributes:
-        cause: a cause of :class:`attnforge.export.diagnosis.findings.Finding`.
+        cause: a cause of :class:`attnforge.export.diagnosis.finding.Finding`.
         stage: the graph or backend that is wrong.
         evidence: the numbers that show it, in one line.
         tensor, operator, module, line: location of the error; None if no single tensor causes it.

@@ -7,39 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.operands import scalar
+from attnforge.export.diagnosis.finding import Cause, Finding
 from attnforge.export.diagnosis.trace import TensorErrors, Trace
+from attnforge.export.graphs.nodes import constant_of
 from attnforge.export.graphs.types import FLOATS
 from attnforge.numbers import scientific
-
-Cause = Literal[
-    "overflow",
-    "underflow",
-    "norm",
-    "cancellation",
-    "softmax",
-    "conditioning",
-    "accumulation",
-    "clipping",
-    "outlier channel",
-    "saturation",
-    "quantisation",
-    "operator",
-    "export",
-    "rewrite",
-    "reference",
-    "rounding",
-]
-
-COSTS = ("rounding", "quantisation")
-"""Causes that are nothing but the cost of a precision."""
 
 AMPLIFIES = 4.0
 """Factor from which an operator is said to amplify an error rather than to pass it on."""
@@ -63,51 +41,33 @@ FEW_UNITS = 32.0
 """Unit roundoffs that a deep model may accumulate without any tensor at fault."""
 
 
-@dataclass(frozen=True)
-class Blame:
-    """The origin of an error and its cause.
-
-    Attributes:
-        tensor: the tensor at which the error begins; None if no single tensor is responsible.
-        cause: cause of the error.
-        evidence: the numbers that prove it.
-        error_without: the final error if this tensor alone is exact; None if that was not tried.
-        module: the tensor's module, if its node does not say; None if it does.
-    """
-
-    tensor: TensorErrors | None
-    cause: Cause
-    evidence: str
-    error_without: float | None = None
-    module: str | None = None
-
-
-def out_of_range(trace: Trace) -> Blame | None:
+def out_of_range(trace: Trace) -> Finding | None:
     """The first tensor, or the weights, with numbers beyond the range of their type."""
     return _parameters_out_of_range(trace) or _out_of_range(trace)
 
 
-def blame(trace: Trace) -> Blame:
+def first_cause(trace: Trace) -> Finding:
     """The first tensor whose error its inputs do not explain, or that amplifies its inputs' error."""
-    return next(blame for find in FINDERS if (blame := find(trace)) is not None)
+    return next(finding for find in FINDERS if (finding := find(trace)) is not None)
 
 
 # --- out of range -----------------------------------------------------------------------------------------------------
 
 
-def _parameters_out_of_range(trace: Trace) -> Blame | None:
+def _parameters_out_of_range(trace: Trace) -> Finding | None:
     for name, value in trace.model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or tensor.dtype not in FLOATS or not value.uses():
             continue
         numbers = tensor.numpy().astype(np.float32)
-        if not np.isfinite(numbers).all() and not np.isneginf(numbers[~np.isfinite(numbers)]).all():
-            lost = int((~np.isfinite(numbers)).sum())
-            return Blame(None, "overflow", f"{lost} numbers of the weights {name} are beyond the range of their type")
+        lost = ~np.isfinite(numbers)
+        if not np.isneginf(numbers[lost]).all():
+            evidence = f"{lost.sum()} numbers of the weights {name} are beyond the range of their type"
+            return Finding(cause="overflow", evidence=evidence)
     return None
 
 
-def _out_of_range(trace: Trace) -> Blame | None:
+def _out_of_range(trace: Trace) -> Finding | None:
     tensor = next((tensor for tensor in trace.tensors if tensor.lost), None)
     if tensor is None:
         return None
@@ -118,17 +78,17 @@ def _out_of_range(trace: Trace) -> Blame | None:
             "lost"
         )
         if in_norm(tensor.node):
-            return Blame(tensor, "norm", f"{evidence}. It is the square whose mean a norm takes")
-        return Blame(tensor, "overflow", evidence)
+            return Finding.at(tensor, "norm", f"{evidence}. It is the square whose mean a norm takes")
+        return Finding.at(tensor, "overflow", evidence)
     if (zero := _zero_before(tensor, trace)) is not None:
-        return Blame(
+        return Finding.at(
             zero,
             _norm_or_underflow(zero),
             f"{zero.zeroed:.0%} of {zero.name} are below the range of its type and become zero; {tensor.name} divides "
             f"by them: {tensor.lost} numbers are lost",
         )
     evidence = f"{tensor.name} has {tensor.lost} numbers that are not finite, although its inputs are"
-    return Blame(tensor, "operator", evidence)
+    return Finding.at(tensor, "operator", evidence)
 
 
 def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
@@ -145,13 +105,13 @@ def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
     return next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
 
 
-def _lost_to_zero(trace: Trace) -> Blame | None:
+def _lost_to_zero(trace: Trace) -> Finding | None:
     for tensor in _begins(trace):
         if tensor.zeroed > 0:
             evidence = (
                 f"{tensor.zeroed:.0%} of the numbers of {tensor.name} are below the range of its type and become zero"
             )
-            return Blame(tensor, _norm_or_underflow(tensor), evidence)
+            return Finding.at(tensor, _norm_or_underflow(tensor), evidence)
     return None
 
 
@@ -198,7 +158,7 @@ def _to_root(value: ir.Value, steps: int) -> bool:
 # --- wrong in itself --------------------------------------------------------------------------------------------------
 
 
-def _wrong_in_itself(trace: Trace) -> Blame | None:
+def _wrong_in_itself(trace: Trace) -> Finding | None:
     tensor = next((tensor for tensor in _begins(trace) if tensor.zeroed == 0), None)
     if tensor is None:
         return None
@@ -209,12 +169,12 @@ def _wrong_in_itself(trace: Trace) -> Blame | None:
             f"{tensor.name} sums {terms} terms and is {units:.0f} unit roundoffs off their sum in float64: the "
             "accumulator has too few bits"
         )
-        return Blame(tensor, "accumulation", evidence)
+        return Finding.at(tensor, "accumulation", evidence)
     evidence = (
         f"{tensor.name} is {scientific(tensor.own)} off the result of {tensor.node.op_type} in float64 on the same "
         f"inputs, which is {units:.0f} unit roundoffs: more than rounding"
     )
-    return Blame(tensor, "operator", evidence)
+    return Finding.at(tensor, "operator", evidence)
 
 
 def _terms(node: ir.Node, trace: Trace) -> int | None:
@@ -232,7 +192,7 @@ def _terms(node: ir.Node, trace: Trace) -> int | None:
 # --- made larger ------------------------------------------------------------------------------------------------------
 
 
-def _amplified(trace: Trace) -> Blame | None:
+def _amplified(trace: Trace) -> Finding | None:
     suspects = [
         tensor
         for tensor in trace.tensors
@@ -242,7 +202,7 @@ def _amplified(trace: Trace) -> Blame | None:
         without = trace.error_with_exact(tensor.name)
         if without <= HALVED * trace.error:
             cause, evidence = _why_amplified(tensor, trace)
-            return Blame(tensor, cause, evidence, without)
+            return Finding.at(tensor, cause, evidence, error_without=without)
     return None
 
 
@@ -291,8 +251,8 @@ def numbers_of(value: ir.Value | None, computed: Mapping[str, Array] | None = No
     """The numbers of a tensor in float64, if it is constant or among the computed ones."""
     if value is not None and computed and value.name in computed:
         return computed[str(value.name)]
-    constant = ir.convenience.get_const_tensor(value) if value is not None else None
-    return constant.numpy().astype(np.float64) if constant is not None else None
+    constant = constant_of(value)
+    return constant.astype(np.float64) if constant is not None else None
 
 
 def _why_softmax(tensor: TensorErrors, trace: Trace, scores: Array, grew: str) -> tuple[Cause, str]:
@@ -316,29 +276,27 @@ def _why_softmax(tensor: TensorErrors, trace: Trace, scores: Array, grew: str) -
 # --- nothing but rounding ---------------------------------------------------------------------------------------------
 
 
-def _accumulated(trace: Trace) -> Blame | None:
+def _accumulated(trace: Trace) -> Finding | None:
     half = next((tensor for tensor in trace.tensors if tensor.error >= trace.error / 2), None)
-    if half is None:
-        return None
     roundings, unit = _roundings(trace)
-    if trace.error <= FEW_UNITS * unit:
+    if half is None or trace.error <= FEW_UNITS * unit:
         return None
     evidence = (
         f"{roundings} roundings add up to {trace.error / unit:.0f} unit roundoffs, and no tensor amplifies an error "
         f"much; half of it is reached at {half.name}"
     )
-    return Blame(half, "accumulation", evidence)
+    return Finding.at(half, "accumulation", evidence)
 
 
-def _only_rounding(trace: Trace) -> Blame:
+def _only_rounding(trace: Trace) -> Finding:
     if all(tensor.error < trace.error / 2 for tensor in trace.tensors):
-        return Blame(None, "rounding", "no tensor has as much as half of the final error")
+        return Finding(cause="rounding", evidence="no tensor has as much as half of the final error")
     roundings, unit = _roundings(trace)
     evidence = (
         f"the final error of {scientific(trace.error)} is {trace.error / unit:.0f} unit roundoffs after {roundings} "
         "roundings: the cost of this precision, and no tensor is to blame"
     )
-    return Blame(None, "rounding", evidence)
+    return Finding(cause="rounding", evidence=evidence)
 
 
 def _roundings(trace: Trace) -> tuple[int, float]:
@@ -347,7 +305,7 @@ def _roundings(trace: Trace) -> tuple[int, float]:
     return len(units), max(units or [tensor.unit for tensor in trace.tensors])
 
 
-Finder = Callable[[Trace], Blame | None]
+Finder = Callable[[Trace], Finding | None]
 
 FINDERS: tuple[Finder, ...] = (
     _parameters_out_of_range,

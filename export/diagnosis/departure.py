@@ -127,7 +127,6 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
         return Wrong(cause="export", stage="plain", evidence=summary, tensor=missed.output)
     outputs = zip(source.model.graph.outputs, program.graph_signature.user_outputs, strict=True)
     renamed = {name: str(value.name) for value, name in outputs}
-    nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
     tensors = {name: to_numpy(name, value) for name, value in Float64(_Tensors(program))(inputs).items()}
     module = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
     kept = [name for name, value in values_of(source.model).items() if value.uses() or value.is_graph_output()]
@@ -144,17 +143,33 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     if value.producer() is None and np.array_equal(module[tensor].astype(source.precision.dtype), graph[tensor]):
         return None
     agreed = {name for name in names[: names.index(tensor)] if off[name] <= SAME}
-    node, (region, _) = value.producer(), region_of(source.model, tensor, agreed)
+    nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
     way = _way(nodes[tensor], agreed, tensors)
     lost = [node for node in way if renamed.get(node.name, node.name) not in kept]
+    region, _ = region_of(source.model, tensor, agreed)
+    computed = ", ".join(node.op_type for node in region) or "has a constant"
+    evidence = (
+        f"in float64, {tensor} of the exported graph is {scientific(off[tensor])} off the module's, although its "
+        f"operands agree: the module computes {_text(way)}, the graph {computed}"
+    )
+    return _wrong_at(value, way, lost, evidence)
+
+
+def _wrong_at(value: ir.Value, way: list[fx.Node], lost: list[fx.Node], evidence: str) -> Wrong:
+    """The record of a wrong tensor.
+
+    Args:
+        value: the tensor.
+        way: the module's operators that lead to it.
+        lost: those of them that the graph does not have.
+        evidence: the numbers that show it.
+    """
+    node = value.producer()
     return Wrong(
         cause="export",
         stage="plain",
-        evidence=f"in float64, {tensor} of the exported graph is {scientific(off[tensor])} off the module's, although "
-        f"its operands agree: the module computes {_text(way)}, the graph "
-        + (", ".join(n.op_type for n in region) or "has a constant")
-        + (f", without {_text(lost)}" if lost else ""),
-        tensor=tensor,
+        evidence=f"{evidence}, without {_text(lost)}" if lost else evidence,
+        tensor=value.name,
         operator=next(str(n.target) for n in reversed(lost or way) if n.target is not operator.getitem),
         module=None if node is None else module_of(node),
         line=None if node is None else line_of(node),

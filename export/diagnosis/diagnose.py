@@ -16,9 +16,9 @@ import numpy as np
 
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Quantised, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
-from attnforge.export.diagnosis.causes import COSTS
 from attnforge.export.diagnosis.deployed import step_tensors_on, tensors_on
-from attnforge.export.diagnosis.findings import Examination, Finding, finite, first_finding
+from attnforge.export.diagnosis.finding import COSTS, Finding, finite
+from attnforge.export.diagnosis.findings import Examination, first_finding
 from attnforge.export.diagnosis.quantised import unrounded, with_weights
 from attnforge.export.diagnosis.rewrites import first_parting
 from attnforge.export.diagnosis.stages import line_of, module_of, stages

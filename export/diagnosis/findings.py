@@ -1,6 +1,6 @@
 """The possible findings of a diagnosis, and the finders that look for it.
 
-The :data:`FINDERS` run in order; the first that finds something decides, and the last always finds something.
+The :data:`FINDERS` run in order, and the first that finds something decides.
 """
 
 from __future__ import annotations
@@ -10,49 +10,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import OPENVINO, Bundle, Manifest, Wrong
-from attnforge.export.diagnosis.causes import COSTS, Blame, Cause, blame, out_of_range
+from attnforge.bundle import OPENVINO, Bundle, Manifest
+from attnforge.export.diagnosis.causes import first_cause, out_of_range
 from attnforge.export.diagnosis.deployed import stored_low
-from attnforge.export.diagnosis.quantised import blame_step, saturated_on
+from attnforge.export.diagnosis.finding import COSTS, Finding
+from attnforge.export.diagnosis.quantised import costliest_step, saturated_on
 from attnforge.export.diagnosis.rewrites import Parting, write_reproduction
-from attnforge.export.diagnosis.stages import line_of, module_of
-from attnforge.export.diagnosis.trace import TensorErrors, Trace
+from attnforge.export.diagnosis.trace import Trace
 from attnforge.export.graphs.parts import values_of
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 
 WORSE = 8.0
 """Factor by which the error of a backend's tensor, or of another eager, must exceed eager's to be wrong."""
-
-
-class Finding(Wrong):
-    """The first wrong step of a deployment, and its cause.
-
-    Attributes:
-        cause: `export`: the graph is a different function from the module; `rewrite`: a graph is a different function
-            from the one that it was made from; otherwise an effect of the precision:
-            `overflow`, `underflow`, `norm` (in the squares of a norm), `cancellation`, `softmax` (scores so large that
-            their rounding decides), `conditioning` (a function that is steep there), `accumulation`, `clipping`
-            (numbers beyond a quantised range), `outlier channel` (one that takes up a range), `operator` (an operator
-            computes something else), `saturation` (sums of 8-bit products, in a backend), `reference` (the reference
-            that the bundle was checked against is not this graph), or `rounding` or `quantisation`: only the cost of
-            the precision.
-        stage: the graph or the backend that is wrong; `eager` for the effect of the precision on the model as written.
-        tensor, operator, module, line: where; None if no single tensor is responsible.
-        evidence: the numbers that prove it.
-        error_without: the final error if this tensor alone is exact.
-        rule: for a rewrite, what was rewritten.
-        reproduction: files that reproduce it.
-    """
-
-    cause: Cause
-    error_without: float | None = None
-    rule: str | None = None
-    reproduction: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -84,16 +57,17 @@ class Examination:
     quantised: ir.Model | None = None
 
     @cached_property
-    def blame(self) -> Blame:
-        """The effect of the precision on the model as written."""
+    def of_precision(self) -> Finding:
+        """The effect of the precision on the model as written; it may be only its cost."""
         if (quantised := self.bundle.manifest.quantised) is not None:
-            return out_of_range(self.trace) or blame_step(self.trace, quantised)
-        return blame(self.trace)
+            return out_of_range(self.trace) or costliest_step(self.trace, quantised)
+        return first_cause(self.trace)
 
 
 def first_finding(examination: Examination) -> Finding:
-    """The finding of the first finder that has one."""
-    return next(finding for find in FINDERS if (finding := find(examination)) is not None)
+    """The finding of the first finder that has one; otherwise the cost of the precision."""
+    findings = (find(examination) for find in FINDERS)
+    return next((finding for finding in findings if finding is not None), examination.of_precision)
 
 
 def _recorded(examination: Examination) -> Finding | None:
@@ -130,7 +104,7 @@ def _wrong_backend(examination: Examination) -> Finding | None:
         if examination.quantised is not None:
             saturated = saturated_on(examination.quantised, examination.trace, errors)
             if saturated is not None:
-                return _at(saturated[0], "saturation", backend, f"{backend} computes {saturated[1]}")
+                return Finding.at(saturated[0], "saturation", f"{backend} computes {saturated[1]}", stage=backend)
         for tensor in examination.trace.tensors:
             if errors.get(tensor.name, 0.0) <= max(WORSE * tensor.error, WORSE * precision.unit):
                 continue
@@ -144,13 +118,13 @@ def _wrong_backend(examination: Examination) -> Finding | None:
                 f"{backend} computes {tensor.name} {scientific(errors[tensor.name])} off float64, where eager at "
                 f"{precision.name} is {scientific(tensor.error)} off, {graphs}{stored}"
             )
-            return _at(tensor, "operator", backend, evidence)
+            return Finding.at(tensor, "operator", evidence, stage=backend)
     return None
 
 
 def _precision(examination: Examination) -> Finding | None:
     """The effect of the precision on the model, if that is more than rounding."""
-    return _of_blame(examination.blame) if examination.blame.cause not in COSTS else None
+    return None if examination.of_precision.cause in COSTS else examination.of_precision
 
 
 def _wrong_export(examination: Examination) -> Finding | None:
@@ -187,45 +161,13 @@ def another_reference(error: float, eager_error: float | None, manifest: Manifes
         return None
     return Finding(
         cause="reference",
-        stage="eager",
         evidence=f"the exported graph is {scientific(error)} off its float64 at {manifest.precision}, and "
         f"{manifest.reference} was {scientific(eager_error)} off its own: one of the two computes something else, so "
         "budgets are too wide",
     )
 
 
-def _rounding(examination: Examination) -> Finding:
-    return _of_blame(examination.blame)
-
-
-def _of_blame(blame: Blame) -> Finding:
-    if blame.tensor is None:
-        return Finding(cause=blame.cause, stage="eager", evidence=blame.evidence)
-    finding = _at(blame.tensor, blame.cause, "eager", blame.evidence, finite(blame.error_without))
-    return finding if blame.module is None else finding.model_copy(update={"module": blame.module})
-
-
-def _at(tensor: TensorErrors, cause: Cause, stage: str, evidence: str, error_without: float | None = None) -> Finding:
-    return Finding(
-        cause=cause,
-        stage=stage,
-        evidence=evidence,
-        tensor=tensor.name,
-        operator=tensor.node.op_type,
-        module=module_of(tensor.node),
-        line=line_of(tensor.node),
-        error_without=error_without,
-    )
-
-
-def finite(number: float | None) -> float | None:
-    """A finite number, or else None, which JSON can represent."""
-    return None if number is None or not np.isfinite(number) else float(number)
-
-
-Finder = Callable[[Examination], Finding | None]
-
-FINDERS: tuple[Finder, ...] = (
-    _recorded, _wrong_rewrite, _wrong_backend, _precision, _wrong_export, _wrong_reference, _rounding,
+FINDERS: tuple[Callable[[Examination], Finding | None], ...] = (
+    _recorded, _wrong_rewrite, _wrong_backend, _precision, _wrong_export, _wrong_reference,
 )  # fmt: skip
 """Run in this order."""

@@ -15,11 +15,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.bundle import Quantised
-from attnforge.export.diagnosis.causes import HALVED, TRIED, Blame, Cause, numbers_of
+from attnforge.export.diagnosis.causes import HALVED, TRIED, numbers_of
+from attnforge.export.diagnosis.finding import Cause, Finding
 from attnforge.export.diagnosis.stages import module_of
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of
 from attnforge.export.graphs.build import initializer, like
 from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.nodes import constant_of, input_of, is_op, maker_of
 from attnforge.export.graphs.qdq import Between, products_between
 from attnforge.numbers import scientific
 
@@ -72,7 +74,8 @@ class Step:
 def with_weights(model: ir.Model) -> ir.Model:
     """A copy of a quantised graph whose weights and tables are dequantised, so that only steps have Q/DQ."""
     copy = model.clone()
-    stored = [node for node in copy.graph if _is_of_weights(node)]
+    dequantised = [node for node in copy.graph if is_op(node, "DequantizeLinear")]
+    stored = [node for node in dequantised if input_of(node).is_initializer()]
     names = [str(node.outputs[0].name) for node in stored]
     arrays = as_it_is(copy, names)({}) if names else {}
     for node, name in zip(stored, names, strict=True):
@@ -83,19 +86,13 @@ def with_weights(model: ir.Model) -> ir.Model:
     return copy
 
 
-def _is_of_weights(node: ir.Node) -> bool:
-    stored = node.inputs[0] if node.op_type == "DequantizeLinear" and node.domain == "" else None
-    return stored is not None and stored.is_initializer()
-
-
 def unrounded(model: ir.Model, tensors: Sequence[str] | None = None) -> ir.Model:
     """A copy of a graph whose steps do not round: all of them, or those that compute `tensors`."""
     copy = model.clone()
     for node, quantise in _pairs(copy):
         if tensors is not None and node.outputs[0].name not in tensors:
             continue
-        name, source = str(node.outputs[0].name), quantise.inputs[0]
-        assert source is not None
+        name, source = str(node.outputs[0].name), input_of(quantise)
         identity = ir.node("Identity", [source], name=f"{node.name}/unrounded")
         copy.graph.insert_before(node, identity)
         node.outputs[0].name = f"{name}/rounded"
@@ -107,32 +104,32 @@ def unrounded(model: ir.Model, tensors: Sequence[str] | None = None) -> ir.Model
 
 def _pairs(model: ir.Model) -> list[tuple[ir.Node, ir.Node]]:
     """Every DequantizeLinear of a computed tensor, with its QuantizeLinear."""
-    pairs = []
-    for node in model.graph:
-        narrow = node.inputs[0] if node.op_type == "DequantizeLinear" and node.domain == "" else None
-        quantise = narrow.producer() if narrow is not None else None
-        if quantise is not None and quantise.op_type == "QuantizeLinear":
-            pairs.append((node, quantise))
-    return pairs
+    dequantised = [node for node in model.graph if is_op(node, "DequantizeLinear")]
+    pairs = [(node, maker_of(node.inputs[0])) for node in dequantised]
+    return [(node, quantise) for node, quantise in pairs if is_op(quantise, "QuantizeLinear")]
 
 
 def steps_of(model: ir.Model) -> list[Step]:
     """The steps of a graph that :func:`with_weights` made, in graph order."""
     steps = []
     for node, quantise in _pairs(model):
-        source, scale = quantise.inputs[:2]
-        number = ir.convenience.get_const_tensor(scale) if scale is not None else None
-        readers = [use.node for use in node.outputs[0].uses()]
-        narrow = quantise.outputs[0].dtype
-        if source is None or number is None or number.size != 1 or not readers:
+        scale, readers = constant_of(quantise.inputs[1]), [use.node for use in node.outputs[0].uses()]
+        if scale is None or scale.size != 1 or not readers:
             continue
-        least, most = (-128, 127) if narrow == INT8 else (-448, 448)
+        least, most = (-128, 127) if quantise.outputs[0].dtype == INT8 else (-448, 448)
         first = next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])
-        is_input = all(_has_weight(reader) for reader in readers)
-        names = tuple(str(reader.name) for reader in readers)
-        scale_of = float(number.numpy().item())
-        name = str(node.outputs[0].name)
-        steps.append(Step(name, str(source.name), scale_of, least, most, module_of(first), names, is_input))
+        steps.append(
+            Step(
+                tensor=str(node.outputs[0].name),
+                source=str(input_of(quantise).name),
+                scale=float(scale.item()),
+                least=least,
+                most=most,
+                module=module_of(first),
+                users=tuple(str(reader.name) for reader in readers),
+                is_input=all(_has_weight(reader) for reader in readers),
+            )
+        )
     return steps
 
 
@@ -141,8 +138,8 @@ def _has_weight(node: ir.Node) -> bool:
     return weight is not None and weight.is_initializer()
 
 
-def blame_step(trace: Trace, quantised: Quantised) -> Blame:
-    """The step whose rounding costs the outputs most, and why; or a blame of no single step.
+def costliest_step(trace: Trace, quantised: Quantised) -> Finding:
+    """The step whose rounding costs the outputs most, and why; or a finding at no single step.
 
     Args:
         trace: trace of the quantised graph, whose float64 does not round.
@@ -155,7 +152,7 @@ def blame_step(trace: Trace, quantised: Quantised) -> Blame:
     costliest = min(largest, key=lambda step: without[step.tensor], default=None)
     worst = _worst_product(quantised)
     if costliest is None:
-        return Blame(None, "quantisation", f"no input of a product is rounded; {worst}")
+        return Finding(cause="quantisation", evidence=f"no input of a product is rounded; {worst}")
     tensor, left = by_name[costliest.tensor], without[costliest.tensor]
     only_rounding: tuple[Cause, str] = ("quantisation", f"rounding it has an error of {scientific(tensor.own)}")
     cause, why = why_costly(costliest, trace.stored[costliest.source]) or only_rounding
@@ -165,8 +162,8 @@ def blame_step(trace: Trace, quantised: Quantised) -> Blame:
         f"{module}, which costs most; {worst}"
     )
     if cause == "quantisation" and left > HALVED * trace.error:
-        return Blame(None, cause, f"{module}: {evidence}")
-    return Blame(tensor, cause, evidence, left, module)
+        return Finding(cause=cause, evidence=f"{module}: {evidence}")
+    return Finding.at(tensor, cause, evidence, module=module, error_without=left)
 
 
 def _modules(step: Step, quantised: Quantised) -> str:

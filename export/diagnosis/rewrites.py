@@ -65,10 +65,8 @@ def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certifica
     canonical = next(stage for stage in stages if stage.name == "canonical")
     pairs = [(stage, canonical) for stage in stages if stage.name == "plain"]
     pairs += [(canonical, stage) for stage in stages if stage.name not in ("plain", "canonical")]
-    for before, after in pairs:
-        if (parting := _parting(before, after, feeds, certificate)) is not None:
-            return parting
-    return None
+    partings = (_parting(before, after, feeds, certificate) for before, after in pairs)
+    return next((parting for parting in partings if parting is not None), None)
 
 
 def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.diagnosis.causes import Blame, blame
+from attnforge.export.diagnosis.causes import first_cause
 from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
@@ -53,19 +53,20 @@ def culprits(trials: Trials, high: Assignment) -> Culprits:
     if beyond := _beyond_range(trials, traced) - high:
         shown = ", ".join(sorted(beyond)[:3])
         return Culprits(beyond, f"beyond the range of {trials.precision.name}: {shown}", out_of_range=True)
-    blamed = blame(traced)
-    return (_where_it_begins(trials, blamed, high) if blamed.tensor else None) or _largest_left(trials, traced, high)
+    finding = first_cause(traced)
+    nodes = [tensor.node for tensor in traced.tensors if tensor.name == finding.tensor]
+    began = _where_it_begins(trials, nodes[0], finding.evidence, high) if nodes else None
+    return began or _largest_left(trials, traced, high)
 
 
-def _where_it_begins(trials: Trials, blamed: Blame, high: Assignment) -> Culprits | None:
+def _where_it_begins(trials: Trials, node: ir.Node, evidence: str, high: Assignment) -> Culprits | None:
     """The operator at which an error begins, and those that compute its inputs, or else all operators of its module."""
-    assert blamed.tensor is not None
-    node, module = blamed.tensor.node, module_of(blamed.tensor.node)
+    module = module_of(node)
     owners = {_owner_of(trials, maker) for maker in (node, *map(_computing, node.inputs))}
     if raised := frozenset(name for name in owners if name is not None) - high:
-        return Culprits(raised, blamed.evidence)
+        return Culprits(raised, evidence)
     raised = frozenset(name for name, other in trials.nodes.items() if module_of(other) == module) - high
-    return Culprits(raised, f"{module}: {blamed.evidence}") if raised else None
+    return Culprits(raised, f"{module}: {evidence}") if raised else None
 
 
 def _largest_left(trials: Trials, traced: Trace, high: Assignment) -> Culprits:

@@ -14,7 +14,7 @@ import attnforge
 from attnforge.bundle import CANONICAL, Bundle
 from attnforge.cli import app
 from attnforge.export.diagnosis.diagnose import Diagnosis
-from attnforge.export.diagnosis.findings import Finding
+from attnforge.export.diagnosis.finding import Finding
 from attnforge.export.diagnosis.quantised import (
     Step,
     saturated_on,
