@@ -365,7 +365,7 @@ def hold(
         references: the references to check against, by default those that the bundle stores.
         scores: a metric to measure over the cases of real data.
         schedules: runs of a decoder, by the schedule with which it receives the tokens; each must give the outputs of
-            the whole model, on the cases of :func:`_by_schedules`.
+            the whole model, on the cases of :func:`_scheduled`.
     """
     manifest = bundle.manifest
     proving = [case for case in cases or manifest.cases if case.is_ordinary]
@@ -373,45 +373,44 @@ def hold(
         proving = list(cases)
     cases = manifest.cases if cases is None else cases
     references = references or References.of(bundle)
-    comparisons: list[Comparison] = []
-    for case in cases:
-        feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
-        results = run(feeds)
-        if scores is not None:
-            scores.add(case, results, references.outputs)
-        judged = _CaseOnBackend(manifest, backend, case, references.outputs)
-        shapes = shapes_of(manifest.inputs, manifest.outputs, *((feed.shape, feed.dtype) for feed in feeds.values()))
-        for spec, shape in zip(manifest.outputs, shapes.outputs, strict=True):
-            comparisons.append(judged.comparison(spec, shape, results[spec.name]))
+    runs: list[tuple[Case, str | None, Run]] = [(case, None, run) for case in cases]
     if schedules:
         assert manifest.decoding is not None
-        comparisons += _by_schedules(bundle, backend, schedules, [*cases, *manifest.decoding.cases], references)
+        runs += _scheduled(schedules, [*cases, *manifest.decoding.cases])
+    comparisons: list[Comparison] = []
+    for case, schedule, compute in runs:
+        feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
+        results = compute(feeds)
+        judged = _CaseOnBackend(manifest, backend, case, references.outputs)
+        if schedule is None:
+            if scores is not None:
+                scores.add(case, results, references.outputs)
+            given = ((feed.shape, feed.dtype) for feed in feeds.values())
+            shapes = shapes_of(manifest.inputs, manifest.outputs, *given).outputs
+        else:  # there may be more tokens than one call takes
+            shapes = tuple(reference.shape_of(spec, case.sizes) for spec in manifest.outputs)
+        of_run = [
+            judged.comparison(s, shape, results[s.name]) for s, shape in zip(manifest.outputs, shapes, strict=True)
+        ]
+        of_run += [] if schedule is None else _of_caches(judged, results)
+        for comparison in of_run:
+            comparison.schedule = schedule
+        comparisons += of_run
     measured = scores.report() if scores is not None and comparisons else None
     count = len({(c.case, c.schedule) for c in comparisons})
     return _report(comparisons, count, measured, unproved(manifest, proving, references))
 
 
-def _by_schedules(
-    bundle: Bundle, backend: str, schedules: Mapping[str, Run], cases: Iterable[Case], references: References
-) -> Iterator[Comparison]:
-    """The comparisons of a decoder that receives the tokens by several schedules: all schedules on the example and on
+def _scheduled(schedules: Mapping[str, Run], cases: Iterable[Case]) -> Iterator[tuple[Case, str, Run]]:
+    """The runs of a decoder that receives the tokens by several schedules: all schedules on the example and on
     prime sizes, token by token on the largest sizes, and that and in pieces up to the caches' capacity. Caches are
     compared as well, in the cases for which the bundle stores their expected contents."""
-    manifest, every = bundle.manifest, list(schedules)
+    every = list(schedules)
     wanted = dict.fromkeys(reference.STEPPED, every)
     wanted |= {reference.LARGEST: every[:1], reference.WHOLE_CACHE: every[:2]}
     for case in cases:
         for schedule in wanted.get(case.name, ()):
-            feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
-            results = schedules[schedule](feeds)
-            judged = _CaseOnBackend(manifest, backend, case, references.outputs)
-            comparisons = [
-                judged.comparison(spec, reference.shape_of(spec, case.sizes), results[spec.name])
-                for spec in manifest.outputs
-            ]
-            for comparison in (*comparisons, *_of_caches(judged, results)):
-                comparison.schedule = schedule
-                yield comparison
+            yield case, schedule, schedules[schedule]
 
 
 CACHES = "caches"
