@@ -21,11 +21,8 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
-from attnforge.export.precision.caches import RoundedCache, sites_with_caches
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.cost import flops_of
-from attnforge.export.precision.fp8_attention import sites_for_fp8
-from attnforge.export.precision.int8_scores import sites_for_int8
 from attnforge.export.precision.quantisation import (
     INT8,
     LEAST_WEIGHTS,
@@ -38,7 +35,13 @@ from attnforge.export.precision.quantisation import (
     quantise,
     tables,
 )
-from attnforge.export.precision.rounding import Rounded, Rounding, round_operands
+from attnforge.export.precision.rounding import (
+    RoundedOperands,
+    round_operands,
+    sites_for_fp8,
+    sites_for_int8,
+    sites_with_caches,
+)
 from attnforge.export.precision.search import judged_on
 from attnforge.export.precision.trials import Answers, Assignment, Requirement, Trial, by_metric
 from attnforge.export.reference import Data, Derived, ReferenceModel, stored_inputs
@@ -96,8 +99,8 @@ class ChosenForms:
     model: ir.Model
     reference: QuantisedReference
     record: Quantised
-    caches: list[RoundedCache]
-    scores: list[Rounded]
+    caches: list[RoundedOperands]
+    scores: list[RoundedOperands]
 
 
 def choose_forms(
@@ -153,16 +156,16 @@ def choose_forms(
         steps.begin(f"ranges of {len(quantisable)} products")
         forms |= calibrate(decomposed(model, sites), quantisable, inputs, is_real=bool(real), scheme=scheme)
         forms |= {table.name: Form(error=error_of(table)) for table in rows}
-    attended: list[Rounded] = []
+    attended: list[RoundedOperands] = []
     not_in_fp8: dict[str, str] = {}
     if precision.name == "fp8":
         steps.begin("ranges of attention")
         attended, not_in_fp8 = sites_for_fp8(model, sites, inputs, is_real=bool(real))
-    caches: list[RoundedCache] = []
+    caches: list[RoundedOperands] = []
     if caches_in_int8:
         steps.begin("ranges of keys and values")
         caches = sites_with_caches(model, sites, inputs)
-    rounded: list[Rounding] = [*attended, *caches]
+    rounded: list[RoundedOperands] = [*attended, *caches]
     forms |= {part.name: Form(error=part.error) for part in rounded}
     parts = _Parts(quantisable, rows, attended, caches)
     gate = _Gate(
@@ -179,7 +182,7 @@ def choose_forms(
     quantised = gate.quantised(high)
     sizes = cases[0].sizes
     reference = QuantisedReference(whole, precision, quantised, sites)
-    scores: list[Rounded] = []
+    scores: list[RoundedOperands] = []
     not_in_int8: dict[str, str] = {}
     if scores_in_int8 and scheme is INT8 and real:
         steps.begin("ranges of queries and keys")
@@ -210,8 +213,8 @@ class _Parts:
 
     products: Sequence[Product]
     tables: Sequence[Table]
-    attended: Sequence[Rounded]
-    caches: Sequence[RoundedCache]
+    attended: Sequence[RoundedOperands]
+    caches: Sequence[RoundedOperands]
 
 
 class _Gate:
@@ -242,7 +245,7 @@ class _Gate:
         """A copy of the graph with these parts in fp32 and all others quantised."""
         model, kept = self._model.clone(), set(high)
         quantise(model, {name: form for name, form in self._forms.items() if name not in kept})
-        rounded: list[Rounding] = [*self._parts.attended, *self._parts.caches]
+        rounded: list[RoundedOperands] = [*self._parts.attended, *self._parts.caches]
         round_operands(model, [part for part in rounded if part.name not in kept])
         return model
 
@@ -295,7 +298,7 @@ class _Gate:
 
     def _judge(self, high: Assignment) -> Trial:
         if high not in self._trials:
-            parts: list[tuple[Sequence[Product | Table | Rounding], str]] = [
+            parts: list[tuple[Sequence[Product | Table | RoundedOperands], str]] = [
                 (self._parts.products, "products"),
                 (self._parts.tables, "tables"),
                 (self._parts.attended, "attention sites"),
@@ -312,7 +315,7 @@ class _Gate:
             self.steps.append(f"{text}: {trial.text}")
         return self._trials[high]
 
-    def why_not_rounded(self, high: Assignment, scores: Sequence[Rounded]) -> str | None:
+    def why_not_rounded(self, high: Assignment, scores: Sequence[RoundedOperands]) -> str | None:
         """Why queries and keys may not be rounded as well; None if the requirement is met with little added error.
 
         Args:
@@ -369,7 +372,7 @@ class _Gate:
         low = [product for product in parts.products if product.name not in high]
         attended = [part for part in parts.attended if part.name not in high]
         total = sum(flops_of(node, sizes) for node in self._model.graph) or 1.0
-        low_bit = {*(product.name for product in low), *(part.node for part in attended)}
+        low_bit = {*(product.name for product in low), *(part.site.node for part in attended)}
         why = "the requirement is not met if it is quantised"
         return Quantised(
             type=self._type if parts.products else "int8",  # type: ignore[arg-type]
