@@ -13,7 +13,9 @@ from attnforge.bundle import Case
 from attnforge.export.precision.culprits import NOTHING_LEFT, Culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial
 from attnforge.export.precision.search import TRIALS, by_culprits, by_error, lower_again
+from attnforge.precision import PRECISIONS
 from attnforge.progress import Steps
+from attnforge.runtime.parity.metrics import MeasuredMetric, accuracy
 from attnforge.runtime.parity.verify import Run
 
 EXACT = {"example": {"y": np.ones(1)}}
@@ -85,6 +87,12 @@ def test_nan_passes_no_search(nothing: float) -> None:
     assert [part.name for part in by_error(judge, parts_of({"a": np.inf, "b": 1e-3}))] == ["a"]
     assert list(lower_again(judge, frozenset("ab"), [["a"], ["b"]])) == [{"a"}]
     (case,), one = judge.answers.cases, np.ones(1)
-    good, bad = (judge.requirement.trial(case, "y", np.array([number]), one, one) for number in (1.1, nothing))
-    for trials in ([good, bad], [bad, good]):
-        assert good.passed and not judge.requirement.verdict(trials).passed
+    scores = MeasuredMetric("own", accuracy, {}, 0.9)
+    for requirement in (
+        judge.requirement,
+        Requirement(metric=lambda: scores),
+        Requirement(baseline=PRECISIONS["fp16"]),
+    ):
+        good, bad = (requirement.trial(case, "y", np.array([number]), one, one) for number in (1.0001, nothing))
+        for trials in ([good, bad], [bad, good]):
+            assert good.passed and not requirement.verdict(trials).passed
