@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.bundle import (
@@ -37,11 +38,10 @@ from attnforge.export.graphs.saving import Shelf
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.measuring import SECONDS
 from attnforge.export.options import DeployOptions
-from attnforge.export.precision.caches import RoundedCache
 from attnforge.export.precision.gate import choose_forms
 from attnforge.export.precision.int8_scores import why_over_budget
-from attnforge.export.precision.rounding import Rounded
-from attnforge.export.precision.search import choose
+from attnforge.export.precision.mixed import choose
+from attnforge.export.precision.rounding import RoundedOperands
 from attnforge.export.reference import Data, ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
 from attnforge.export.room import Work
@@ -121,8 +121,8 @@ class Deployment:
     reference: ReferenceModel = field(init=False)
     mixed: Mixed | None = None
     quantised: Quantised | None = None
-    caches: Sequence[RoundedCache] = ()
-    scores: Sequence[Rounded] = ()
+    caches: Sequence[RoundedOperands] = ()
+    scores: Sequence[RoundedOperands] = ()
     whole: ir.Model = field(init=False)
     decoding: Decoding | None = None
     expected: ExpectedCaches | None = None
@@ -255,12 +255,12 @@ def _insert_caches(d: Deployment, progress: Progress) -> None:
     d.decoding = decoding = with_cache(d.model, d.sites, d.source.inputs, d.source.outputs, capacity)
     decoding.stop = list(options.stop)
     names = [spec.name for spec in decoding.tensors]
-    scales = {cache.site.name: (cache.key, cache.value) for cache in d.caches}
+    scales = {cache.site.name: cache.scales for cache in d.caches}
     stored = {
-        spec.name: scale
+        spec.name: np.asarray(scale)
         for cache in decoding.caches
         if cache.site in scales
-        for spec, scale in zip((cache.key, cache.value), scales[cache.site], strict=True)
+        for spec, scale in zip((cache.key, cache.value), scales[cache.site].values(), strict=True)
     }
     d.expected = ExpectedCaches(decoding.places, names, d.whole, d.source.model, d.sites, stored)
     if options.tokenizer is not None:
@@ -291,7 +291,7 @@ def _save(d: Deployment, progress: Progress) -> None:
         compute_capabilities=d.options.built_for,
         profiles=[*d.options.profiles, *([] if d.decoding is None else [one_token(taken[0])])],
         not_in_fp8=d.quantised.kept if d.quantised is not None and d.quantised.type == "fp8" else {},
-        scores_in_int8={score.name: score.scales for score in d.scores},
+        scores_in_int8={score.name: tuple(map(float, score.scales.values())) for score in d.scores},
     )
 
 

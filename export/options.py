@@ -16,7 +16,7 @@ from attnforge.arrays import is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec, Wrong
 from attnforge.bundle.fields import LONGEST_NAME
 from attnforge.errors import InputError, UnknownNameError, UsageError, WrongError, plain, shortened
-from attnforge.export.precision.trials import Requirement
+from attnforge.export.precision.judge import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.input_files import LABELS, read_inputs, read_labels

@@ -12,9 +12,15 @@ from collections.abc import Collection
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
+from attnforge.export.attention.canonicalize import Site
+from attnforge.export.diagnosis.stages import module_of
 from attnforge.export.graphs.build import like
+from attnforge.export.graphs.execute import Runner
 from attnforge.export.graphs.nodes import VIEWS
 from attnforge.export.graphs.types import FLOAT, kept_in_fp32, retyped
+from attnforge.export.lowering.tensorrt import lower
+from attnforge.export.precision.emulation import emulate
+from attnforge.precision import Precision
 
 MOVERS = VIEWS | {"Slice", "Split", "Expand", "Tile", "Pad", "Gather", "GatherElements", "Concat"}
 """Operators whose result contains numbers of their first input, or of several inputs of one type, unchanged."""
@@ -59,6 +65,51 @@ def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> PassResu
     assigner.widen_outputs(outputs)
     assigner.remove_unused_weights()
     return PassResult(model, True)
+
+
+class MixedGraph:
+    """A canonical fp32 graph, and its assignments of precisions: every operator in fp32 or in 16 bits.
+
+    Args:
+        model: not modified.
+        sites: its attention sites.
+        precision: the 16-bit precision.
+
+    Attributes:
+        nodes: the operators whose precision is a choice, by name, in graph order.
+        low: the 16-bit type.
+    """
+
+    def __init__(self, model: ir.Model, sites: list[Site], precision: Precision) -> None:
+        self.model, self.sites, self.precision = model, sites, precision
+        self.nodes = {str(node.name): node for node in operators(model)}
+        self.low = ir.DataType.from_numpy(precision.dtype)
+
+    def assigned(self, high: Collection[str]) -> ir.Model:
+        """A copy of the graph with the operators `high` in fp32."""
+        model = self.model.clone()
+        assign(model, self.low, high)
+        return model
+
+    def lowered(self, high: Collection[str]) -> tuple[ir.Model, list[str]]:
+        """The same, lowered for TensorRT, and the names of the sites that it fuses."""
+        model = self.assigned(high)
+        return model, [form.site for form in lower(model, self.sites).sites if form.unfused is None]
+
+    def run(self, high: Collection[str]) -> Runner:
+        """Its runner, which stores numbers as a plan of TensorRT does."""
+        return emulate(*self.lowered(high))
+
+    def text(self, high: Collection[str]) -> str:
+        return f"{len(high)} of {len(self.nodes)} operators in fp32"
+
+    def by_module(self, names: Collection[str]) -> dict[str, list[str]]:
+        """Names of operators by their module, in graph order."""
+        groups: dict[str, list[str]] = {}
+        for name, node in self.nodes.items():
+            if name in names:
+                groups.setdefault(module_of(node), []).append(name)
+        return groups
 
 
 class _Assigner:

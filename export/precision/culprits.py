@@ -12,8 +12,9 @@ from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import VIEWS
+from attnforge.export.precision.assign import MixedGraph
 from attnforge.export.precision.emulation import unrounded_in_fused_kernels
-from attnforge.export.precision.trials import Assignment, Trials
+from attnforge.export.precision.judge import Answers, Assignment, Trial
 from attnforge.export.tensorrt.build import site_of
 
 HEADROOM = 2.0
@@ -23,12 +24,16 @@ STANDS_FOR_INFINITY = 1e30
 """A number of this size in a mask excludes keys, and any other as low has the same effect."""
 
 
+NOTHING_LEFT = "the budget is not met without"
+"""Why operators are raised if nothing is left to blame."""
+
+
 @dataclass(frozen=True)
 class Culprits:
     """Operators to raise to fp32.
 
     Attributes:
-        names: empty if nothing is left to blame.
+        names: their names.
         why: the evidence.
         out_of_range: whether 16 bits cannot represent their numbers; then they stay in fp32.
     """
@@ -38,59 +43,62 @@ class Culprits:
     out_of_range: bool = False
 
 
-def culprits(trials: Trials, high: Assignment) -> Culprits:
-    """The operators to raise next, among those that compute in 16 bits."""
-    case = trials.judge(high).case
-    assert case is not None
-    inputs = trials.answers.inputs[case.name]
-    _, fused = trials.lowered(high)
-    graph = decomposed(trials.assigned(high), trials.sites)
+def culprits(mixed: MixedGraph, answers: Answers, high: Assignment, trial: Trial) -> Culprits | None:
+    """The operators to raise next, among those that compute in 16 bits; None if nothing is left to blame.
+
+    Args:
+        mixed: the graph.
+        answers: answers to the cases that assignments are judged on.
+        high: the operators in fp32.
+        trial: the result, with a worst case, in which they are found.
+    """
+    assert trial.case is not None
+    inputs = answers.inputs[trial.case.name]
+    _, fused = mixed.lowered(high)
+    graph = decomposed(mixed.assigned(high), mixed.sites)
     try:
         traced = trace(graph, inputs, unrounded_in_fused_kernels(graph, fused))
     except NoDoublePath as error:
-        names = frozenset(trials.nodes) - high
+        names = frozenset(mixed.nodes) - high
         return Culprits(names, f"nothing can be blamed: {error} cannot be computed in float64")
-    if beyond := _beyond_range(trials, traced) - high:
+    if beyond := _beyond_range(mixed, traced) - high:
         shown = ", ".join(sorted(beyond)[:3])
-        return Culprits(beyond, f"beyond the range of {trials.precision.name}: {shown}", out_of_range=True)
+        return Culprits(beyond, f"beyond the range of {mixed.precision.name}: {shown}", out_of_range=True)
     finding = first_cause(traced)
     nodes = [tensor.node for tensor in traced.tensors if tensor.name == finding.tensor]
-    began = _where_it_begins(trials, nodes[0], finding.evidence, high) if nodes else None
-    return began or _largest_left(trials, traced, high)
+    began = _where_it_begins(mixed, nodes[0], finding.evidence, high) if nodes else None
+    return began or _largest_left(mixed, traced, high)
 
 
-def _where_it_begins(trials: Trials, node: ir.Node, evidence: str, high: Assignment) -> Culprits | None:
+def _where_it_begins(mixed: MixedGraph, node: ir.Node, evidence: str, high: Assignment) -> Culprits | None:
     """The operator at which an error begins, and those that compute its inputs, or else all operators of its module."""
     module = module_of(node)
-    owners = {_owner_of(trials, maker) for maker in (node, *map(_computing, node.inputs))}
+    owners = {_owner_of(mixed, maker) for maker in (node, *map(_computing, node.inputs))}
     if raised := frozenset(name for name in owners if name is not None) - high:
         return Culprits(raised, evidence)
-    raised = frozenset(name for name, other in trials.nodes.items() if module_of(other) == module) - high
+    raised = frozenset(name for name, other in mixed.nodes.items() if module_of(other) == module) - high
     return Culprits(raised, f"{module}: {evidence}") if raised else None
 
 
-def _largest_left(trials: Trials, traced: Trace, high: Assignment) -> Culprits:
+def _largest_left(mixed: MixedGraph, traced: Trace, high: Assignment) -> Culprits | None:
     """The 16-bit operator whose tensor has the largest error."""
-    left = [(_owner_of(trials, tensor.node), tensor) for tensor in traced.tensors]
-    name, worst = max(
-        ((owner, tensor) for owner, tensor in left if owner is not None and owner not in high),
-        key=lambda pair: pair[1].error,
-        default=(None, None),
-    )
-    if name is None or worst is None:
-        return Culprits(frozenset(), "")
+    owned = ((_owner_of(mixed, tensor.node), tensor) for tensor in traced.tensors)
+    left = [(name, tensor) for name, tensor in owned if name is not None and name not in high]
+    if not left:
+        return None
+    name, worst = max(left, key=lambda pair: pair[1].error)
     return Culprits(frozenset([name]), f"the largest remaining error: {worst.name}")
 
 
-def _beyond_range(trials: Trials, traced: Trace) -> frozenset[str]:
+def _beyond_range(mixed: MixedGraph, traced: Trace) -> frozenset[str]:
     """The operators that compute or receive numbers beyond the range of 16 bits, or have such weights."""
-    most = trials.precision.largest / HEADROOM
+    most = mixed.precision.largest / HEADROOM
     names: set[str | None] = set()
     for tensor in traced.tensors:
-        if tensor.largest > most and tensor.node.outputs[0].dtype == trials.low:
+        if tensor.largest > most and tensor.node.outputs[0].dtype == mixed.low:
             takers = [use.node for use in tensor.node.outputs[0].uses()] if tensor.node.op_type == "Cast" else []
-            names |= {_owner_of(trials, node) for node in (tensor.node, *takers)}
-    names |= {name for name, node in trials.nodes.items() if _largest_weight(node) > most}
+            names |= {_owner_of(mixed, node) for node in (tensor.node, *takers)}
+    names |= {name for name, node in mixed.nodes.items() if _largest_weight(node) > most}
     return frozenset(name for name in names if name is not None)
 
 
@@ -101,14 +109,14 @@ def _largest_weight(node: ir.Node) -> float:
     return max((float(np.max(size[size < STANDS_FOR_INFINITY], initial=0.0)) for size in sizes), default=0.0)
 
 
-def _owner_of(trials: Trials, node: ir.Node | None) -> str | None:
+def _owner_of(mixed: MixedGraph, node: ir.Node | None) -> str | None:
     """The operator of the canonical graph that a node of the decomposed graph is part of."""
     if node is None or node.name is None:
         return None
-    if node.name in trials.nodes:
+    if node.name in mixed.nodes:
         return node.name
     name = f"{site_of(node.name)}/Attention"
-    return name if name in trials.nodes else None
+    return name if name in mixed.nodes else None
 
 
 def _computing(value: ir.Value | None) -> ir.Node | None:

@@ -1,44 +1,78 @@
-"""Low-bit operands of attention: Q/DQ before them, and the error of rounding them."""
+"""Low-bit operands of attention: which are rounded, by which ranges, and the error of rounding them.
+
+- **fp8 attention**, where TensorRT fuses it: query, key and value are rounded to E4M3 with one scale each, and the
+  softmax's output with a fixed 1/448, as in NVIDIA's Model-Optimizer (https://github.com/NVIDIA/Model-Optimizer,
+  `fp8_exporter.py`).
+- **int8 queries and keys**, where OpenVINO multiplies them in int8: one scale each, as NNCF does for transformers. A
+  range depends on the data, so only queries and keys that weights compute from a norm's output are rounded: their range
+  does not depend on the model's input. Values and the softmax's output are not rounded.
+- **int8 caches**: keys and values are rounded before attention reads them, each channel of each head with a separate
+  scale, because a few channels of keys are much larger than the others (KIVI, https://arxiv.org/abs/2402.02750). A
+  token's keys and values do not change later, so whole sequences and steps round alike.
+
+Scales are from calibration data, and numbers beyond its range are clipped.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
+from attnforge.export.attention.canonical import KEY, VALUE
 from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.layout import rearrange
+from attnforge.export.decoding.insert import in_cache
 from attnforge.export.diagnosis.stages import decomposed
+from attnforge.export.expected_caches import with_caches
 from attnforge.export.graphs.build import Builder, insert, like
-from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.execute import Runner, as_it_is
+from attnforge.export.graphs.qdq import MOST_FP8, InInt8, in_int8
+from attnforge.export.lowering.attention import Attention, attention_of, attentions, in_fp8
+from attnforge.export.lowering.openvino import may_round_scores
+from attnforge.export.lowering.tensorrt import why_not_in_fp8
+from attnforge.export.precision.calibration import HEADROOM, is_normed
+from attnforge.export.precision.quantisation import INT8, scale_for
 from attnforge.runtime.parity.budget import relative_error
+
+WITHOUT_DATA = "fp8 attention needs ranges from real data"
+
+LEAST = 0.03
+"""The least range of an operand of fp8 attention: its scale is still a normal number in fp16, the type of attention
+around it."""
+
+Scale = float | Array
+"""Scale of a whole operand, > 0, or `(key heads, 1, size)`, float32 > 0."""
+
+OPERANDS = ("query", "key", "value")
+
+Write = Callable[[Builder, Attention, int, Scale], ir.Value]
+"""Writes Q/DQ of an operand, given the attention, the operand's index in :data:`OPERANDS` and its scale, and returns
+the result."""
 
 
 @dataclass(frozen=True)
-class Rounding(ABC):
-    """Attention whose operands can be rounded.
+class RoundedOperands:
+    """Operands of one attention site that may be rounded.
 
     Attributes:
-        site: the site.
-        node: name of the canonical node.
-        error: error of its output on calibration data, relative to fp32.
+        name: name of the part: the site's, or that of its cache.
+        site: the site, which has a canonical node.
+        scales: scale of every rounded operand, by its index in :data:`OPERANDS`.
+        write: writes their Q/DQ.
+        error: error of the site's output on calibration data, relative to fp32.
     """
 
+    name: str
     site: Site
-    node: str
-    error: float = field(default=0.0, kw_only=True)
+    scales: Mapping[int, Scale]
+    write: Write
+    error: float = 0.0
 
-    @property
-    def name(self) -> str:
-        """Name of the rounded value."""
-        return self.site.name
-
-    @abstractmethod
-    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
+    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value | None]:
         """Query, key and value after Q/DQ, which are written before the node.
 
         Args:
@@ -46,64 +80,175 @@ class Rounding(ABC):
             node: the canonical node.
             stem: prefix of the names of new values.
         """
+        a = attention_of(node)
+        return [
+            self._operand(graph, a, i, f"{stem}/{part}") if i in self.scales else node.inputs[i]
+            for i, part in enumerate(OPERANDS)
+        ]
+
+    def _operand(self, graph: ir.Graph, a: Attention, i: int, stem: str) -> ir.Value:
+        return insert(graph, a.node, lambda op: self.write(op, a, i, self.scales[i]), stem=stem)
 
 
-@dataclass(frozen=True)
-class Rounded(Rounding):
-    """Attention whose first operands are rounded with one scale each, and whose others are not.
+def whole(write: Callable[[Builder, ir.Value, float], ir.Value]) -> Write:
+    """Writes Q/DQ of whole operands, with one scale each."""
 
-    Attributes:
-        scales: scales of query, key and value, > 0, as many as are rounded.
-        write: writes the Q/DQ of an operand with a scale, and returns its output.
-    """
-
-    scales: tuple[float, ...]
-    write: Callable[[Builder, ir.Value, float], ir.Value]
-
-    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value]:
-        return [self._operand(graph, node, i, f"{stem}/{part}") for i, part in enumerate(("query", "key", "value"))]
-
-    def _operand(self, graph: ir.Graph, node: ir.Node, i: int, stem: str) -> ir.Value:
-        value = node.inputs[i]
+    def write_operand(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
+        value = a.node.inputs[i]
         assert value is not None
-        if i >= len(self.scales):
-            return value
-        return insert(graph, node, lambda op: self.write(op, value, self.scales[i]), stem=stem)
+        return write(op, value, float(scale))
+
+    return write_operand
 
 
-R = TypeVar("R", bound=Rounding)
-
-
-def round_operands(model: ir.Model, chosen: Sequence[Rounding]) -> None:
+def round_operands(model: ir.Model, chosen: Sequence[RoundedOperands]) -> None:
     """Put Q/DQ before operands of canonical attention, in place."""
-    by_node = {rounding.node: rounding for rounding in chosen}
+    by_node = {rounded.site.node: rounded for rounded in chosen}
     for node in list(model.graph):
         if node.name in by_node:
             for i, value in enumerate(by_node[node.name].operands(model.graph, node, str(node.name))):
                 node.replace_input_with(i, value)
 
 
+# --- sites ------------------------------------------------------------------------------------------------------------
+
+
+def sites_for_fp8(
+    model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]], is_real: bool
+) -> tuple[list[RoundedOperands], dict[str, str]]:
+    """The sites whose attention can be in fp8, with their ranges, and why any other is left unchanged, by site name.
+
+    Args:
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
+        data: inputs of the model.
+        is_real: whether they are like what the model will see; if not, nothing is in fp8, because ranges depend on the
+            data.
+    """
+    nodes = list(attentions(model, sites))
+    reasons = {site.name: why_not_in_fp8(a) or (None if is_real else WITHOUT_DATA) for site, a in nodes}
+    fitting = [(site, a) for site, a in nodes if reasons[site.name] is None]
+    kept = {name: why for name, why in reasons.items() if why is not None}
+    return _with_ranges(model, sites, fitting, in_fp8, _fp8_scales, data), kept
+
+
+def _fp8_scales(a: Attention, peaks: Sequence[float]) -> list[float]:
+    """Scales of query, key and value; the query's is for its original numbers, although it is rounded after scaling."""
+    query, *others = (HEADROOM * peak for peak in peaks)
+    ranges = max(query, LEAST / min(abs(a.scale), 1.0)), *(max(peak, LEAST) for peak in others)
+    return [most / MOST_FP8 for most in ranges]
+
+
+def sites_for_int8(
+    model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]
+) -> list[RoundedOperands]:
+    """The sites whose queries and keys may be rounded to int8, with their ranges.
+
+    Args:
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
+        data: real inputs of the model.
+    """
+    fitting = [
+        (site, a)
+        for site, a in attentions(model, sites)
+        if may_round_scores(a) and is_normed(a.query.value) and is_normed(a.key.value)
+    ]
+    return _with_ranges(model, sites, fitting, in_int8, _int8_scales, data)
+
+
+def _int8_scales(a: Attention, peaks: Sequence[float]) -> list[float]:
+    return [HEADROOM * peak / INT8.most or 1.0 for peak in peaks[:2]]
+
+
+def sites_with_caches(
+    model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]
+) -> list[RoundedOperands]:
+    """All attention sites, with the ranges of their keys and values in int8 caches.
+
+    Args:
+        model: a canonical fp32 graph; not modified.
+        sites: its attention sites.
+        data: real inputs of the model.
+    """
+    nodes = list(attentions(model, sites))
+    names = {site.name: [f"{site.name}/{part}" for part in OPERANDS[1:]] for site, _ in nodes}
+    every = [name for of_site in names.values() for name in of_site]
+    peaks = _peaks(as_it_is(with_caches(model, sites, every), every), data, axis=(0, 2))
+    rounded = [
+        RoundedOperands(
+            f"cache of {site.name}",
+            site,
+            {i: scale_for(HEADROOM * peaks[name][:, None], INT8) for i, name in enumerate(names[site.name], start=1)},
+            cached_operand,
+        )
+        for site, _ in nodes
+    ]
+    return with_errors(model, sites, rounded, data)
+
+
+def cached_operand(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
+    """Write Q/DQ of keys or values in int8, in the dims of a cache."""
+    (operand, layout), canonical = in_cache(a)[i - 1], a.layout(*(KEY, VALUE)[i - 1])
+    kept = rearrange(op, operand.value, operand.layout, layout, a.sized)
+    return rearrange(op, InInt8.of(op, kept, np.asarray(scale)).restored(op), layout, canonical, a.sized)
+
+
+# --- ranges and errors ------------------------------------------------------------------------------------------------
+
+
+def _with_ranges(
+    model: ir.Model,
+    sites: Sequence[Site],
+    fitting: Sequence[tuple[Site, Attention]],
+    write: Callable[[Builder, ir.Value, float], ir.Value],
+    scales_of: Callable[[Attention, Sequence[float]], Sequence[float]],
+    data: Sequence[Mapping[str, Array]],
+) -> list[RoundedOperands]:
+    """Operands of the sites that fit, with the scales that `scales_of` computes from the largest numbers of query, key
+    and value."""
+    if not fitting:
+        return []
+    names = sorted({str(operand.value.name) for _, a in fitting for operand in a.operands})
+    peaks = _peaks(as_it_is(decomposed(model, list(sites)), names), data)
+    rounded = []
+    for site, a in fitting:
+        scales = scales_of(a, [float(peaks[str(operand.value.name)]) for operand in a.operands])
+        rounded.append(RoundedOperands(site.name, site, dict(enumerate(scales)), whole(write)))
+    return with_errors(model, sites, rounded, data)
+
+
+def _peaks(run: Runner, data: Sequence[Mapping[str, Array]], axis: tuple[int, ...] | None = None) -> dict[str, Array]:
+    """The largest finite absolute values of a graph's outputs over some axes, by name."""
+    peaks: dict[str, Array] = {}
+    for feeds in data:
+        for name, array in run(feeds).items():
+            largest = np.abs(np.where(np.isfinite(array), array, 0)).max(axis=axis, initial=0.0)
+            peaks[name] = np.maximum(peaks.get(name, largest), largest)
+    return peaks
+
+
 def with_errors(
-    model: ir.Model, sites: Sequence[Site], rounded: Sequence[R], data: Sequence[Mapping[str, Array]]
-) -> list[R]:
+    model: ir.Model, sites: Sequence[Site], rounded: Sequence[RoundedOperands], data: Sequence[Mapping[str, Array]]
+) -> list[RoundedOperands]:
     """Copies of `rounded` with the error of rounding each, the others unrounded, relative to its output in fp32: every
     node gets a twin with rounded operands, which nothing reads."""
-    twins, nodes = model.clone(), {rounding.node: rounding for rounding in rounded}
+    twins, nodes = model.clone(), {part.site.node: part for part in rounded}
     pairs: dict[str, tuple[str, str]] = {}
     both = list(sites)
     for node in list(twins.graph):
         if node.name not in nodes:
             continue
-        rounding, output = nodes[node.name], node.outputs[0]
-        inputs = [*rounding.operands(twins.graph, node, f"{node.name}/twin"), *node.inputs[3:]]
-        twin = ir.Node("", "Attention", inputs, node.attributes.values(), name=f"{node.name}/twin")
+        part, output, name = nodes[node.name], node.outputs[0], f"{node.name}/twin"
+        inputs = [*part.operands(twins.graph, node, name), *node.inputs[3:]]
+        twin = ir.Node("", "Attention", inputs, node.attributes.values(), name=name)
         twin.metadata_props.update(node.metadata_props)
         result = like(twin.outputs[0], output)
         result.name = f"{output.name}/twin"
         twins.graph.insert_before(node, twin)
         twins.graph.outputs.extend([output, result])
-        pairs[rounding.name] = str(output.name), str(result.name)
-        both.append(Site(f"{rounding.name}/twin", rounding.site.written_as, f"{node.name}/twin", rounding.site.form))
+        pairs[part.name] = str(output.name), str(result.name)
+        both.append(replace(part.site, name=f"{part.name}/twin", node=name))
     run = as_it_is(decomposed(twins, both), sorted({name for pair in pairs.values() for name in pair}))
     errors = dict.fromkeys(pairs, 0.0)
     for feeds in data:
@@ -111,15 +256,4 @@ def with_errors(
         for name, (exact, low) in pairs.items():
             finite = np.isfinite(outputs[exact])
             errors[name] = max(errors[name], relative_error(outputs[low][finite], outputs[exact][finite]))
-    return [replace(rounding, error=errors[rounding.name]) for rounding in rounded]
-
-
-def peaks_of(
-    model: ir.Model, sites: Sequence[Site], names: set[str], data: Sequence[Mapping[str, Array]]
-) -> dict[str, float]:
-    """The largest finite absolute value of every named value on the data, by name."""
-    run, peaks = as_it_is(decomposed(model, list(sites)), sorted(names)), dict.fromkeys(names, 0.0)
-    for feeds in data:
-        for name, array in run(feeds).items():
-            peaks[name] = max(peaks[name], float(np.abs(array[np.isfinite(array)]).max(initial=0.0)))
-    return peaks
+    return [replace(part, error=errors[part.name]) for part in rounded]

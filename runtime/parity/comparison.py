@@ -89,6 +89,11 @@ class Comparison(Record):
     schedule: str | None = None
 
     @property
+    def share(self) -> float:
+        """The share of the budget that the output uses, in the norm or in the element that is furthest off."""
+        return max(self.error / self.budget, self.max_error / self.max_budget if self.max_budget else 0.0)
+
+    @property
     def where(self) -> str:
         """The case, and the schedule by which a decoder received its tokens."""
         return self.case if self.schedule is None else f"{self.case} {self.schedule}"

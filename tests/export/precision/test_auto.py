@@ -22,8 +22,9 @@ from attnforge.cli import app
 from attnforge.errors import BuildError, UnknownNameError, UsageError
 from attnforge.export.precision.assign import assign, operators
 from attnforge.export.precision.cost import flops_of
-from attnforge.export.precision.trials import Trial, by_metric
+from attnforge.export.precision.judge import Requirement, Trial
 from attnforge.model import build_model
+from attnforge.precision import PRECISIONS
 from attnforge.runtime.parity.metrics import MeasuredMetric, accuracy
 from attnforge.runtime.parity.verify import hold, stored_inputs
 from attnforge.runtime.session import Session
@@ -250,10 +251,11 @@ def test_a_metric_instead_of_an_error(tmp_path: Path) -> None:
 )
 def test_a_metric_that_is_nan_or_a_rounding_short_is_missed(value: float, passed: bool) -> None:
     scores = MeasuredMetric("own", accuracy, {}, 0.9, [(1, value, 1.0, 1.0)])
-    trial = by_metric(Trial(0.5, 1e-3, None), scores.report())
+    requirement = Requirement(baseline=PRECISIONS["fp16"])
+    trial = requirement.verdict([Trial(0.5, 1e-3)], scores)
     assert trial.passed is passed
     assert trial.text == f"0.50 of the budget; own {value:.6g}, with 0.9 required"
-    assert by_metric(Trial(0.0, 1e-3, None), scores.report()).text.startswith("an error of 1e-3; own")
+    assert requirement.verdict([Trial(0.0, 1e-3)], scores).text.startswith("an error of 1e-3; own")
 
 
 def test_cosine_of_embeddings_without_labels(tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
-from attnforge.export.precision.fp8_attention import sites_for_fp8
 from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Form, quantise
-from attnforge.export.precision.rounding import round_operands
+from attnforge.export.precision.rounding import round_operands, sites_for_fp8
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.parity.budget import relative_error

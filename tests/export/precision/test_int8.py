@@ -37,9 +37,9 @@ from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.precision import calibration, gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
-from attnforge.export.precision.int8_scores import sites_for_int8, why_over_budget
+from attnforge.export.precision.int8_scores import why_over_budget
 from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
-from attnforge.export.precision.rounding import Rounded, with_errors
+from attnforge.export.precision.rounding import RoundedOperands, sites_for_int8, whole, with_errors
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
 from attnforge.model import MultiHeadAttention, build_model
@@ -517,7 +517,7 @@ def test_a_wrong_scale_of_queries_is_refused(by_tensor: Bundle, tmp_path: Path, 
 def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, factor: float, passes: bool) -> None:
     model, manifest = load_graph(by_tensor, CANONICAL), by_tensor.manifest
     sites = sites_of(manifest.attention)
-    scores = [Rounded(sites[0], str(sites[0].node), (0.03 * factor, 0.03 * factor), in_int8)]
+    scores = [RoundedOperands(sites[0].name, sites[0], dict.fromkeys((0, 1), 0.03 * factor), whole(in_int8))]
     why = why_over_budget(by_tensor.path, model, sites, scores, manifest.inputs, manifest.cases)
     assert (why is None) == passes
 
@@ -529,7 +529,7 @@ def test_an_error_that_no_sample_shows_would_miss_the_budget(tmp_path: Path, mon
     bundle = deployed(tmp_path / "b", data=real(), max_error=0.05)
     model, manifest, file = load_graph(bundle, CANONICAL), bundle.manifest, bundle.path / REFERENCE_OUTPUTS
     stored, (site, *_) = load_file(file), sites_of(manifest.attention)
-    scores = [Rounded(site, str(site.node), (0.03, 0.03), in_int8)]
+    scores = [RoundedOperands(site.name, site, {0: 0.03, 1: 0.03}, whole(in_int8))]
     arguments = (bundle.path, model, [site], scores, manifest.inputs, manifest.cases)
     assert why_over_budget(*arguments) is None
     for name in ("normal-largest/output/eager/blocks", "normal-largest/output/float64/blocks"):
@@ -689,7 +689,9 @@ def test_nan_for_queries_and_keys_is_an_error() -> None:
         return like(op.Mul(value, constant(op, np.nan, FLOAT)), value)
 
     (x,) = real()[0]
-    (rounded,) = with_errors(model, sites, [Rounded(site, site.node, (1.0,), nothing)], [{"x": x.numpy()}])
+    (rounded,) = with_errors(
+        model, sites, [RoundedOperands("both", site, {0: 1.0}, whole(nothing))], [{"x": x.numpy()}]
+    )
     assert (rounded.name, rounded.error) == ("both", np.inf)
 
 
