@@ -21,10 +21,9 @@ from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
-from attnforge.runtime.backends.registry import BACKENDS, libraries_of, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, fastest_first, libraries_of, why_unavailable
 from attnforge.runtime.backends.whole_sequences import as_model
 from attnforge.runtime.parity.verify import hold, stored_inputs
-from attnforge.runtime.preference import fastest_first
 from attnforge.runtime.race import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_of
 from attnforge.runtime.session import Session, load
 

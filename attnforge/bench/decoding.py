@@ -34,7 +34,7 @@ from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.export.sources.named import check_trusted
 from attnforge.memory import resident
 from attnforge.runtime.backends.eager import run, torch_dtype
-from attnforge.runtime.backends.whole_sequences import STEPPING
+from attnforge.runtime.backends.registry import STEPPING
 from attnforge.runtime.decoding.decoder import Step
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of

@@ -38,8 +38,7 @@ from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.openvino import graph_of
-from attnforge.runtime.backends.registry import ON_GPU, OUTSIDE, why_not_unasked
-from attnforge.runtime.preference import by_preference
+from attnforge.runtime.backends.registry import ON_GPU, OUTSIDE, by_preference, why_not_unasked
 
 Bundles = str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle]
 Sizes = Mapping[str, int] | Sequence[Mapping[str, int]] | None

@@ -16,6 +16,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
+from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -34,16 +35,14 @@ COPIED = 1 << 16
 """Bytes of outputs up to which copying to the caller's arrays is faster than binding them."""
 
 
-def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
+def open_bundle(bundle: Bundle, row: Registered, options: Options) -> OnnxRuntime:
     """The bundle's ONNX Runtime model on the CPU, with the measured settings if they are valid here."""
     manifest, record = bundle.manifest, bundle.manifest.targets["onnxruntime"]
     settings = record.session if record.session is not None and _are_valid(record.session) else None
     name = settings.optimized if settings is not None and settings.optimized else record.model
     with bundle.steady(), refusals(f"{bundle.path / name}"):
         model = bundle.model(name)
-        return OnnxRuntime(
-            "onnxruntime-cpu", model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings
-        )
+        return OnnxRuntime(row.name, model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings)
 
 
 def refusals(model: str) -> AbstractContextManager[None]:

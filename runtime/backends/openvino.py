@@ -23,6 +23,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import CANONICAL, NEXT, OPENVINO, Bundle, DimSpec, Manifest
 from attnforge.errors import InputError, UnavailableError, UsageError, first_line
 from attnforge.machine import cpu_quota, processors
+from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
@@ -56,7 +57,7 @@ filled slots. It would keep 5,000: a Llama of 100 million parameters used 3.4 Gi
 used 0.2 GiB more, at the same time per token; with 32 that took a sixth longer, and with none half as long again."""
 
 
-def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
+def open_bundle(bundle: Bundle, row: Registered, options: Options) -> OpenVino:
     """The bundle's graph for OpenVINO on the CPU, or the canonical graph if there is none."""
     with bundle.steady():
         return OpenVino(bundle.manifest, bundle.model(graph_of(bundle.manifest)), options)

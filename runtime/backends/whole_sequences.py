@@ -16,9 +16,6 @@ from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
-STEPPING = ("onnxruntime-cpu", "openvino")
-"""The backends that run steps."""
-
 
 class WholeSequences:
     """A backend of a decoder step that runs whole sequences, each with new caches.

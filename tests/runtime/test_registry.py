@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -311,6 +312,13 @@ def test_fused_sites_are_counted_only_for_the_backend_that_compiled_them(small: 
     for name in ("onnxruntime-tensorrt", "onnxruntime-cuda"):
         assert "counted" in str(counts[name])
     assert counts["openvino"] == "it does not report what it fuses"
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_every_row_names_a_function_that_opens_a_bundle(backend: str) -> None:
+    module, _, opener = backends.REGISTRY[backend].opener.partition(":")
+    opened = getattr(pytest.importorskip(f"attnforge.runtime.backends.{module}"), opener)
+    assert [*inspect.signature(opened).parameters] == ["bundle", "row", "options"]
 
 
 def test_reasons_of_tensorrt_rtx_against_a_plan_are_reported() -> None:
