@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle
-from attnforge.errors import first_line
+from attnforge.bundle import CANONICAL, OF_PACKAGES, Bundle, Manifest
+from attnforge.errors import UnavailableError, first_line
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -54,6 +54,8 @@ class Backend(Protocol):
     def close(self) -> None:
         """Free everything. Later runs raise a UsageError."""
 
+
+CUDA_PROVIDER = "CUDAExecutionProvider"
 
 Runner = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Computes a model's outputs from its inputs, both by name. Inputs are contiguous arrays of the model's dtypes; outputs
@@ -127,6 +129,22 @@ class Registered:
     steps: bool = False
     uncertified: str = ""
     target: Target | None = None
+
+    def model(self, manifest: Manifest) -> str:
+        """Return the name of the file of a bundle that it runs, or that its plan was built from.
+
+        Raises:
+            UnavailableError: the bundle was not deployed for it.
+        """
+        own, names = f"{OF_PACKAGES}/{self.name}/", self.targets or (self.family,)
+        record = next((manifest.targets[name] for name in names if name in manifest.targets), None)
+        if record is None and not self.targets:
+            return CANONICAL
+        # a file of another target may be code of another library
+        if record is None or (self.target and record.model != CANONICAL and not record.model.startswith(own)):
+            known = " or ".join(self.targets)
+            raise UnavailableError(f"the bundle was not deployed for {known}; deploy it again with --target {known}")
+        return (record.cuda_model if self.provider == CUDA_PROVIDER else None) or record.model
 
     def open(self, bundle: Bundle, options: Options) -> Backend:
         """Open a bundle that the backend can run here.

@@ -75,7 +75,7 @@ class Outside:
         self.name, manifest = row.name, bundle.manifest
         self._inputs, self._outputs = [spec.name for spec in manifest.graph_inputs], manifest.graph_outputs
         with bundle.steady():
-            file = bundle.file(manifest.targets[row.name].model)
+            file = bundle.file(row.model(manifest))
             with raised_as(UnavailableError, f"{row.name} cannot open {file}"):
                 self._run = row.target.open(file, options.threads)
 

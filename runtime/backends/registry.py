@@ -10,10 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from attnforge.bundle import CANONICAL, FLAVOURS, OF_PACKAGES, Bundle, Certificate, Choice
+from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices, this_machine, versions
-from attnforge.runtime.backends.backend import Backend, Registered
+from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered
 from attnforge.runtime.backends.outside import installed
 from attnforge.runtime.backends.whole_sequences import as_model
 from attnforge.runtime.options import Options
@@ -247,13 +247,10 @@ def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
 
 
 def _no_model(bundle: Bundle, backend: str) -> str | None:
-    row, records = REGISTRY[backend], bundle.manifest.targets
-    models = [records[target].model for target in row.targets if target in records]
-    if row.target is not None:  # it may run code, so the file of another target is none of its own
-        models = [name for name in models if name == CANONICAL or name.startswith(f"{OF_PACKAGES}/{backend}/")]
-    if row.targets and not models:
-        names = " or ".join(row.targets)
-        return f"the bundle was not deployed for {names}; deploy it again with --target {names}"
+    try:
+        REGISTRY[backend].model(bundle.manifest)
+    except UnavailableError as error:
+        return str(error)
     return why_not_here(backend)
 
 
@@ -275,7 +272,7 @@ REGISTRY = {
         ),
         Registered(
             "onnxruntime-cuda", "onnxruntime", ORT, "onnxruntime_gpu:OnnxRuntimeGpu", _no_provider, ("onnxruntime",),
-            on_gpu=True, provider="CUDAExecutionProvider",
+            on_gpu=True, provider=CUDA_PROVIDER,
             uncertified="ONNX Runtime's fused sites were counted on the CPU, not for its CUDA provider",
         ),
         Registered(

@@ -375,6 +375,13 @@ def test_provider_options_of_onnxruntime_on_a_gpu(small: Callable[[str], Bundle]
             "TensorrtExecutionProvider"
         ]
     )
-    assert module.model_of(bundle, "onnxruntime-tensorrt") == "tensorrt/model.onnx"
-    assert module.model_of(bundle, "onnxruntime-cuda") == "onnxruntime/model.onnx"
-    assert module.model_of(small("fp16"), "onnxruntime-cuda") == "onnxruntime/model.cuda.onnx"
+
+
+def test_every_backend_has_a_file_of_a_bundle(small: Callable[[str], Bundle]) -> None:
+    def model_of(precision: str, backend: str) -> str:
+        return backends.REGISTRY[backend].model(small(precision).manifest)
+
+    assert model_of("fp32", "onnxruntime-tensorrt") == model_of("fp32", "tensorrt_rtx") == "tensorrt/model.onnx"
+    assert model_of("fp32", "onnxruntime-cuda") == model_of("fp32", "onnxruntime-cpu") == "onnxruntime/model.onnx"
+    assert model_of("fp16", "onnxruntime-cuda") == "onnxruntime/model.cuda.onnx"
+    assert model_of("fp32", "openvino") == "canonical.onnx"
