@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnforge.bundle import Bundle, Trusted, sign
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
-    from attnforge.runtime.backends.outside import Target
+    from attnforge.runtime.backends.backend import Target
     from attnforge.runtime.parity.verify import verify
     from attnforge.runtime.session import Session
 
@@ -36,7 +36,7 @@ os.environ.setdefault(
 _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime.session",
-    "Target": "attnforge.runtime.backends.outside",
+    "Target": "attnforge.runtime.backends.backend",
     "benchmark": "attnforge.bench.run",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",

@@ -17,7 +17,7 @@ from attnforge.export.diagnosis.finding import COSTS
 from attnforge.export.flops import run_cost
 from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, libraries_of, why_unavailable
+from attnforge.runtime.backends.registry import REGISTRY, libraries_of, why_unavailable
 from attnforge.runtime.cases import run_of_example
 from attnforge.runtime.choose import why_dropped
 from attnforge.runtime.parity.verify import References, unproved
@@ -47,7 +47,7 @@ def check(folder: Path, manifest: Manifest, progress: Progress) -> Wrong | None:
         return _why(bundle, doubt)
     if manifest.choice is not None and manifest.choice.milliseconds:
         return None
-    able = [name for name in BACKENDS if name not in WITHOUT_TARGET and why_unavailable(bundle, name) is None]
+    able = [name for name, row in REGISTRY.items() if row.targets and why_unavailable(bundle, name) is None]
     dropped = why_dropped(bundle, able, progress, cheap)
     if able and len(dropped) == len(able):
         return _why(bundle, "; ".join(f"{name}: {reason}" for name, reason in dropped.items()))

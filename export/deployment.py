@@ -44,7 +44,7 @@ from attnforge.export.precision.mixed import choose
 from attnforge.export.precision.rounding import RoundedOperands
 from attnforge.export.reference import Data, ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
-from attnforge.export.room import Work
+from attnforge.export.room import MemoryNeeds
 from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import Captured, DynamicShapes
@@ -228,7 +228,7 @@ def _canonicalize(d: Deployment, progress: Progress) -> None:
     d.masks = masks_of(d.model, d.sites, d.source.inputs)
     note_roles(d.model.graph, d.source.inputs, negative=isinstance(d.source, Imported))
     largest = sizes_at(d.source.inputs, "max")
-    Work(d.model, d.source.precision, d.selection.chosen, d.options.tune, largest).check()
+    MemoryNeeds(d.model, d.source.precision, d.selection.chosen, d.options.tune, largest).check()
 
 
 def _choose_precisions(d: Deployment, progress: Progress) -> None:

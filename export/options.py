@@ -119,6 +119,12 @@ class DeployOptions:
             )
         self._check_precision()
         self._check_cache_precision()
+        changed = self.precision if self.quantised else "an int8 cache" if self.cache_precision else None
+        if changed is not None and self.max_error is None and (self.metric is None or self.least is None):
+            raise UsageError(
+                f"{changed} changes what the model answers, and no limit was given; give max_error (a relative error, "
+                "such as 0.05), or a metric and its least value"
+            )
         self._check_targets()
         self._check_data()
 
@@ -169,11 +175,6 @@ class DeployOptions:
                 )
             if not 0 < error < 1:
                 raise UsageError(f"max_error is {error:g}; give a relative error between 0 and 1")
-        if self.quantised and error is None and (self.metric is None or self.least is None):
-            raise UsageError(
-                f"{precision} changes what the model answers, and no limit was given; give max_error (a relative "
-                "error, such as 0.05), or a metric and its least value"
-            )
         if self.attention_precision is None:
             return
         if self.automatic:
@@ -207,11 +208,6 @@ class DeployOptions:
             raise UsageError(
                 "int8 caches take their ranges from real keys and values, and no real inputs were given; give some as "
                 "data (--calibrate)"
-            )
-        if self.max_error is None and (self.metric is None or self.least is None):
-            raise UsageError(
-                "an int8 cache changes what the model answers, and no limit was given; give max_error (a relative "
-                "error, such as 0.05), or a metric and its least value"
             )
 
     def _check_targets(self) -> None:

@@ -96,10 +96,8 @@ class Reuse:
             request: the request to the builder.
             make: runs the builder.
         """
-        if not self._cache.keeps:
-            return make()
         about = self._about("plan", request.onnx_file.relative_to(self._folder).as_posix()) | {
-            "request": request.model_dump(mode="json", exclude={"onnx_file", "plan_file", "timing_cache"}),
+            "request": request.model_dump(mode="json", exclude={"onnx_file", "plan_file", "timing_cache", "device"}),
         }
         if (entry := self._cache.get(about)) is not None:
             self.reused.append(f"plan for {request.flavour}")
@@ -118,16 +116,13 @@ class Reuse:
             sizes: the sizes at which they were measured.
             target: the target that they were measured for; None for ONNX Runtime.
         """
-        entry = self._cache.get(self._forms(sizes, target)) if self._cache.keeps else None
-        if entry is None:
+        if (entry := self._cache.get(self._forms(sizes, target))) is None:
             return {}
         self.reused.append("forms of attention sites")
         return {site: FormChoice(**form) for site, form in json.loads((entry / "forms.json").read_bytes()).items()}
 
     def keep_forms(self, sizes: Mapping[str, int], forms: Mapping[str, FormChoice], target: str | None = None) -> None:
         """Cache the forms that were measured for a target; None for ONNX Runtime."""
-        if not self._cache.keeps:
-            return
         kept = {site: asdict(form) for site, form in forms.items()}
         self._cache.put(self._forms(sizes, target), {"forms.json": _json(kept)})
 
@@ -142,9 +137,6 @@ class Reuse:
             manifest: modified.
             measure: measures and adds them.
         """
-        if not self._cache.keeps:
-            measure()
-            return
         about = self._about("measured") | {"files": manifest.files, "cases": [c.model_dump() for c in manifest.cases]}
         target = manifest.targets.get("onnxruntime")
         if (entry := self._cache.get(about)) is not None:
@@ -166,7 +158,9 @@ class Reuse:
         self._cache.put(about, files)
 
     def _about(self, what: str, *files: str) -> dict[str, Any]:
-        """The key of anything that is made here from some files of the bundle."""
+        """The key of anything that is made here from some files of the bundle; empty if nothing is cached."""
+        if not self._cache.keeps:
+            return {}
         names = [name for name in (*files, WEIGHTS) if files and (self._folder / name).exists()]
         return {
             "what": what,

@@ -20,7 +20,7 @@ BUILDER = 3
 
 
 @dataclass(frozen=True)
-class Work:
+class MemoryNeeds:
     """A deploy whose memory is estimated.
 
     Attributes:

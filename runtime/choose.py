@@ -21,10 +21,9 @@ from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, session_options
-from attnforge.runtime.backends.registry import BACKENDS, libraries_of, why_unavailable
+from attnforge.runtime.backends.registry import BACKENDS, fastest_first, libraries_of, why_unavailable
 from attnforge.runtime.backends.whole_sequences import as_model
 from attnforge.runtime.parity.verify import hold, stored_inputs
-from attnforge.runtime.preference import fastest_first
 from attnforge.runtime.race import ALIKE, FEWEST_ROUNDS, LONG, medians, seconds_of
 from attnforge.runtime.session import Session, load
 
@@ -60,7 +59,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     for order, share in ((names, 1 / 2), (names[::-1], 1)):
         load_start = time.perf_counter()
         with ExitStack() as stack:
-            opened = {name: _opened(stack, bundle, name, dropped) for name in order}
+            opened = {name: _opened_work(stack, bundle, name, dropped) for name in order}
             runs = {name: run for name, run in opened.items() if run is not None}
             load_seconds = time.perf_counter() - load_start
             timings.append(medians(runs, ROUNDS // 2, share * (end - time.perf_counter())))
@@ -104,7 +103,7 @@ def why_dropped(
     return dropped
 
 
-def _opened(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]) -> Callable[[], Any] | None:
+def _opened_work(stack: ExitStack, bundle: Bundle, name: str, dropped: dict[str, str]) -> Callable[[], Any] | None:
     """The work of a backend that is timed, on the example.
 
     Args:
@@ -167,7 +166,9 @@ def tune_session(bundle: Bundle, seconds: float = 3.0) -> SessionSettings:
         return settings
     optimized = model.with_name("optimized.onnx")
     try:
-        _save_optimized(model, optimized)
+        options = session_options()
+        options.optimized_model_filepath = str(optimized)  # opening the session writes it
+        ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         settings.optimized = optimized.relative_to(bundle.path).as_posix()
         return _fastest_settings(bundle, model, settings, seconds)
     except BaseException:
@@ -201,13 +202,6 @@ def _fastest_settings(bundle: Bundle, model: Path, settings: SessionSettings, se
         if again[best] * factor >= again["default"]:
             return settings
     return tried[best].model_copy(update={"measured": settings.measured})
-
-
-def _save_optimized(model: Path, to: Path) -> None:
-    """Write the model as ONNX Runtime's optimizer leaves it."""
-    options = session_options()
-    options.optimized_model_filepath = str(to)
-    ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
 
 def _session_with(bundle: Bundle, model: Path, settings: SessionSettings) -> Session:

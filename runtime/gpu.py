@@ -23,7 +23,7 @@ from attnforge.arrays import Array, from_gpu, is_torch, library_of, on_gpu
 from attnforge.bundle import TensorSpec
 from attnforge.errors import DeviceError, InputError, UsageError
 from attnforge.machine import cuda_devices
-from attnforge.runtime.inputs import Form, Shapes, check_out, on_host, target_text
+from attnforge.runtime.inputs import ArrayType, Shapes, check_out, on_host, target_text
 from attnforge.runtime.pool import Recent
 
 SIZES_KEPT, IDLE_OUTPUTS = 32, 4
@@ -214,7 +214,7 @@ class Gpu:
             value = value.detach()
         try:
             view = StridedMemoryView.from_any_interface(value, stream_ptr=-1 if stream is None else int(stream.handle))
-            form_of(view)
+            type_of(view)
         except (BufferError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             raise InputError(f"{label} cannot be read on the GPU: {error}") from error
         if view.device_id != self.ordinal:
@@ -378,7 +378,7 @@ def call(
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)
             for spec, value in zip(inputs, values, strict=True)
         ]
-        shapes = shapes_of(*[form_of(feed) for feed in feeds])
+        shapes = shapes_of(*[type_of(feed) for feed in feeds])
         results: list[StridedMemoryView] = []
         for spec, shape in zip(outputs, backend.output_shapes(shapes), strict=True):
             results.append(
@@ -461,7 +461,7 @@ def _target(
     if is_torch(value) and (value.requires_grad or not value.is_contiguous()):
         raise InputError(f"{label} is strided or requires a gradient; give a contiguous one that does not")
     view = order.view(label, value)
-    check_out(spec, *form_of(view), shape)
+    check_out(spec, *type_of(view), shape)
     if view.readonly or view.ptr % ALIGNMENT:
         raise InputError(
             f"{label} is read-only, or its address is not a multiple of {ALIGNMENT} bytes; give one of its own"
@@ -481,7 +481,7 @@ def bytes_of(view: StridedMemoryView) -> int:
     return int(view.size) * int(np.dtype(view.dtype).itemsize)
 
 
-def form_of(array: StridedMemoryView | Array) -> Form:
+def type_of(array: StridedMemoryView | Array) -> ArrayType:
     """Shape and dtype of an array; dtype object if neither NumPy nor ml_dtypes has it."""
     return tuple(array.shape), array.dtype or np.dtype(object)
 

@@ -22,7 +22,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 
-Form = tuple[tuple[int, ...], "np.dtype[Any]"]
+ArrayType = tuple[tuple[int, ...], "np.dtype[Any]"]
 """Shape and dtype of an array."""
 
 
@@ -82,22 +82,22 @@ def on_host(spec: TensorSpec, value: Any) -> Array:
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
-def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *forms: Form) -> Shapes:
+def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *types: ArrayType) -> Shapes:
     """Derive the sizes and the outputs' shapes from the inputs' shapes.
 
     Args:
         inputs: the model's inputs.
         outputs: the model's outputs.
-        forms: shape and dtype of every input, in the order of `inputs`.
+        types: shape and dtype of every input, in the order of `inputs`.
 
     Raises:
         InputError: the deployed model does not accept a dtype, rank or dim; says what it accepts.
     """
     seen: dict[str, tuple[int, str]] = {}
-    for spec, (shape, dtype) in zip(inputs, forms, strict=True):
+    for spec, (shape, dtype) in zip(inputs, types, strict=True):
         _check(spec, shape, dtype, seen)
     sizes = {symbol: size for symbol, (size, _) in seen.items()}
-    return Shapes(tuple(shape for shape, _ in forms), sizes, tuple(_shape(spec, sizes) for spec in outputs))
+    return Shapes(tuple(shape for shape, _ in types), sizes, tuple(_shape(spec, sizes) for spec in outputs))
 
 
 def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

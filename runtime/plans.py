@@ -50,7 +50,8 @@ def engine_for(engines: Sequence[Engine], version: str, capability: str) -> Engi
     if exact := [engine for engine in built_here if capability in engine.compute_capabilities]:
         return exact[0]
     portable = [engine for engine in built_here if PORTABLE in engine.compute_capabilities]
-    if portable and _number(capability) >= 80:
+    number = capability.removeprefix("SM")
+    if portable and number.isdecimal() and int(number) >= 80:
         return portable[0]
     has = sorted({name for engine in engines for name in engine.compute_capabilities})
     return (
@@ -79,8 +80,3 @@ def is_trusted_plan(bundle: Bundle, engine: Engine) -> bool:
 
 
 _PLAN = "plan"
-
-
-def _number(capability: str) -> int:
-    digits = capability.removeprefix("SM")
-    return int(digits) if digits.isdecimal() else 0

@@ -29,7 +29,7 @@ from attnforge.errors import (
 )
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
-from attnforge.runtime.backends.registry import BACKENDS, open_first
+from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, by_preference, open_first
 from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.decoding.generation import GREEDY, Sampler, generate
@@ -46,7 +46,6 @@ from attnforge.runtime.inputs import (
     writable,
 )
 from attnforge.runtime.options import Memory, Options
-from attnforge.runtime.preference import by_preference
 
 if TYPE_CHECKING:
     from cuda.core import Event
@@ -462,17 +461,12 @@ def _loaded(
         if backend == "auto":
             raise UnavailableError(f"{doubt}; deploy it again, or name a backend to load it anyway")
         log.warning("%s", doubt)
-    candidates = _candidates(opened, backend)
-    return Session(opened, open_first(opened, candidates, options, named=backend != "auto"), options)
-
-
-def _candidates(bundle: Bundle, backend: str) -> Sequence[str]:
-    """The backends to try, in order. Only `auto` needs the order of preference, which queries CUDA for its devices and
-    so initialises CUDA in this process; a process must not fork after that."""
-    if backend == "auto":
-        return by_preference(bundle)
-    of_onnxruntime = [name for name in BACKENDS if name.startswith("onnxruntime-")]
-    return of_onnxruntime if backend == "onnxruntime" else (backend,)
+    # Only the order of preference queries CUDA for its devices, and so initialises it in this process, which must not
+    # fork after that.
+    is_named = backend != "auto"
+    named = [name for name, row in REGISTRY.items() if backend in (name, row.family)]
+    candidates = named if is_named else by_preference(opened)
+    return Session(opened, open_first(opened, candidates, options, named=is_named), options)
 
 
 def _eager(bundle: Bundle, module: Any) -> Backend:

@@ -1,7 +1,7 @@
 """Start-up time and memory of one contender, measured in its own process.
 
-`python -m attnforge.bench.alone` reads an :class:`Order` from its standard input and prints a
-:class:`FreshRun`. In a shared process a contender would profit from what another has imported, allocated or compiled.
+In a shared process a contender would profit from what another has imported, allocated or compiled
+(:mod:`attnforge.children`).
 """
 
 from __future__ import annotations
@@ -11,22 +11,17 @@ import time
 STARTED = time.perf_counter()  # before all other imports, which count
 
 import importlib
-import json
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from attnforge.arrays import Array
-from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, open_backend
 from attnforge.bench.results import Cold, MemoryUse
-from attnforge.bundle import Bundle, DimSpec
-from attnforge.children import command, end_with_parent, environment
+from attnforge.bundle import Bundle
+from attnforge.children import call, serve
 from attnforge.memory import peak, reset_peak
+from attnforge.progress import Progress
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 
@@ -74,45 +69,26 @@ class FreshRun(Record):
     memory: MemoryUse | None
 
 
-class FailedError(Exception):
-    """A process failed or took too long; the message says how."""
-
-
 def measured(order: Order) -> FreshRun:
     """Run `order` in its own process.
 
     Raises:
-        FailedError: the process failed or took too long.
+        ChildError: the process failed or took too long.
     """
-    try:
-        with temporary_folder() as folder:
-            done = subprocess.run(
-                command("attnforge.bench.alone"), input=order.model_dump_json(), capture_output=True,
-                text=True, timeout=TIMEOUT, check=False, cwd=folder, env=environment(),
-            )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise FailedError(f"its process took more than {TIMEOUT} s") from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise FailedError(last[0] if last else f"its process exited with code {done.returncode}")
-    try:
-        return FreshRun.model_validate_json(lines[-1])
-    except ValidationError as error:
-        raise FailedError(f"its process printed {lines[-1]!r} instead of results") from error
+    return call("attnforge.bench.alone", order, FreshRun, timeout=TIMEOUT)
 
 
 # --- in that process --------------------------------------------------------------------------------------------------
 
 
-def _main(order: Order) -> FreshRun:
+def _main(order: Order, progress: Progress) -> FreshRun:
     libraries = {"backend": LIBRARIES.get(order.contender, "onnxruntime")}
     importlib.import_module(libraries.get(order.engine, order.engine.partition("-")[0]))
     if order.engine == "torch":
         importlib.import_module("attnforge.bench.contenders.peers")
     imported = time.perf_counter()
     bundle = Bundle(order.bundle, lazily=True, trusted=order.trusted or False)
-    feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, _least(bundle))
+    feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, reference.sizes_at(bundle.manifest.inputs, "min"))
     prepared = time.perf_counter()
     with ExitStack() as stack:
         run = _open(order, Setup(bundle, feeds, order.threads), stack)
@@ -158,11 +134,5 @@ def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:
     return reference.make_inputs(reference.at(inputs, sizes), inputs, {})
 
 
-def _least(bundle: Bundle) -> dict[str, int]:
-    dims = [dim for spec in bundle.manifest.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
-    return {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
-
-
 if __name__ == "__main__":
-    end_with_parent()
-    print(_main(Order.model_validate(json.load(sys.stdin))).model_dump_json())
+    serve(Order, _main)

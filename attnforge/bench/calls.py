@@ -23,10 +23,9 @@ from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.reference import kept
 from attnforge.precision import precision_named
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, chosen_here
 from attnforge.runtime.parity.budget import budget_precision
 from attnforge.runtime.parity.verify import References, hold
-from attnforge.runtime.preference import chosen_here
 from attnforge.runtime.race import race
 from attnforge.runtime.session import RUNS_TO_WARM
 
@@ -137,7 +136,7 @@ def callers(experiment: Experiment, baseline: Baseline, skipped: dict[str, str])
 
     def refused(name: str) -> str | None:
         """Return why `auto` never loads a backend, or None."""
-        return chosen.dropped.get(name) if chosen is not None and name in WITHOUT_TARGET else None
+        return chosen.dropped.get(name) if chosen is not None and not REGISTRY[name].targets else None
 
     return entries_of(experiment, job, BACKENDS, open_backend, PEERS, refused, skipped, f" {precision}")
 

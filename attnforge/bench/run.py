@@ -31,15 +31,14 @@ from attnforge.bench.race import Raced, Workload, run_race
 from attnforge.bench.results import Contender, DecodingResults, Deployed, Model, Results, Throughput
 from attnforge.bench.starts import measure_starts_and_memory
 from attnforge.bench.throughput import Load, loads
-from attnforge.bundle import CANONICAL, FLAVOURS, OPENVINO, WEIGHTS, Bundle, Trusted, open_bundle
+from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
 from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.machine import processors
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.openvino import graph_of
-from attnforge.runtime.backends.registry import ON_GPU, OUTSIDE, why_not_unasked
-from attnforge.runtime.preference import by_preference
+from attnforge.runtime.backends.onnxruntime import weights_of
+from attnforge.runtime.backends.registry import ON_GPU, REGISTRY, by_preference, why_not_unasked
 
 Bundles = str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle]
 Sizes = Mapping[str, int] | Sequence[Mapping[str, int]] | None
@@ -252,13 +251,8 @@ def _size_mb(entry: Caller) -> float | None:
         files = [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
     elif record is not None and record.engines:
         files = [bundle.path / record.engines[0].file]
-    elif entry.name in OUTSIDE and record is not None:
-        files = [bundle.path / name for name in bundle.model_files(record.model)]
     else:
-        targets = FLAVOURS if entry.name == "onnxruntime-tensorrt" else ("onnxruntime",)
-        records = [manifest.targets[target] for target in targets if target in manifest.targets]
-        name = graph_of(manifest) if entry.name == OPENVINO else records[0].model if records else CANONICAL
-        files = [bundle.path / name, *([bundle.path / WEIGHTS] if WEIGHTS in manifest.files else [])]
+        return weights_of(bundle.path / REGISTRY[entry.name].model(manifest)) / 1e6
     return sum(file.stat().st_size for file in files) / 1e6 if files else None
 
 

@@ -12,6 +12,7 @@ from attnforge.bench.calls import Caller
 from attnforge.bench.experiment import Experiment
 from attnforge.bench.results import Cold, Contender
 from attnforge.bundle import Case
+from attnforge.children import ChildError
 
 LONG_START = 0.3
 """Seconds of loading above which a contender is loaded in a second process, and the shorter time counts.
@@ -37,7 +38,7 @@ def measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Call
             if not (order.any_sizes and order.sizes):
                 runs[contender.key] = run
                 if run.cold.load_s > LONG_START:
-                    with contextlib.suppress(alone.FailedError):
+                    with contextlib.suppress(ChildError):
                         _take_lesser_load(run.cold, alone.measured(order))
     if not experiment.memory:
         return
@@ -66,8 +67,8 @@ def _noted(contender: Contender, what: str) -> Iterator[None]:
     """Turn the failure of a process inside the block into a note of the contender."""
     try:
         yield
-    except alone.FailedError as error:
-        contender.notes.append(f"its {what} is not measured: {error}")
+    except ChildError as error:
+        contender.notes.append(f"its {what} is not measured: its process {error}")
 
 
 def _subjects(

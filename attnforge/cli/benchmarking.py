@@ -184,7 +184,7 @@ def _decodes(results: DecodingResults) -> bool:
 def _holds(results: Results, named: Sequence[str]) -> bool:
     """Whether one of our backends was timed for every model, and none that is shipped, named or loaded by `auto` is
     wrong."""
-    from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
+    from attnforge.runtime.backends.registry import REGISTRY
 
     wrong, loaded = set(), set()
     for model in results.models:
@@ -194,5 +194,5 @@ def _holds(results: Results, named: Sequence[str]) -> bool:
         wrong |= {key.partition(" ")[0] for key in model.wrong}
         wrong |= {contender.name for contender in ours if contender.wrong_in is not None}
         loaded |= {contender.name for contender in model.contenders if contender.picked}
-    shipped = {name for name in BACKENDS if name not in WITHOUT_TARGET or name in named}
+    shipped = {name for name, row in REGISTRY.items() if row.targets or name in named}
     return not wrong & (shipped | loaded)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import first_line
 from attnforge.report.render import by_reason
-from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import ON_GPU, REGISTRY
 from benchmarks.experiment import Verdict, verdict
 from benchmarks.gpu.second_opinion import opinion_of
 from benchmarks.gpu.steps import (
@@ -48,7 +48,7 @@ def failed_tests(results: GpuResults) -> list[str]:
 
 def claims(results: GpuResults) -> list[Claim]:
     """Return every claim, with its answer."""
-    every = [parity_claim(results, backend) for backend in BACKENDS if backend not in WITHOUT_TARGET]
+    every = [parity_claim(results, backend) for backend, row in REGISTRY.items() if row.targets]
     for precision in ("fp16", "fp32", "bf16"):
         every.append(latency_claim(results, precision, EAGER, 0.5, "takes at most half the time of torch eager"))
         every.append(latency_claim(results, precision, COMPILE, 1.0, "is faster than torch.compile"))

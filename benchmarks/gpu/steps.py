@@ -10,7 +10,7 @@ from attnforge.bench.results import Interval, Latency
 from attnforge.bundle import PORTABLE
 from attnforge.errors import first_line
 from attnforge.records import Record
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import REGISTRY
 from benchmarks.experiment import Verdict
 
 COMMAND = "python -m benchmarks.gpu"
@@ -160,14 +160,14 @@ class Settings(StepRecord):
     device: int = 0
     quick: bool = False
     place: Literal["cuda", "cpu"] = "cuda"
-    backends: list[str] = Field(default_factory=lambda: [name for name in BACKENDS if name not in WITHOUT_TARGET])
+    backends: list[str] = Field(default_factory=lambda: [name for name, row in REGISTRY.items() if row.targets])
     threads: int | None = None
     bundles: str | None = None
 
 
 def is_ours(name: str) -> bool:
     """Return whether a contender is attnforge's: `tensorrt_rtx`, or `tensorrt_rtx, NumPy in and out`."""
-    return name.partition(",")[0] in BACKENDS
+    return name.partition(",")[0] in REGISTRY
 
 
 # --- trials of backends -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
 from attnforge.files import sha256
-from attnforge.runtime.backends.registry import OUTSIDE, WITHOUT_TARGET
+from attnforge.runtime.backends.registry import OUTSIDE, REGISTRY
 from attnforge.runtime.session import load
 
 
@@ -64,7 +64,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
 def _graph_of(bundle: Bundle, backend: str) -> tuple[str, TargetRecord, ir.Model]:
     """The graph that a backend runs on whole sequences, and its target; the canonical graph if the backend has none of
     its own."""
-    target = backend if backend in (*FLAVOURS, *WITHOUT_TARGET) else "onnxruntime"
+    target = REGISTRY[backend].family
     record = bundle.manifest.targets.get(target)
     if record is None:
         target, record = "onnxruntime", TargetRecord(model=CANONICAL)

@@ -11,7 +11,7 @@ from attnforge.errors import BuildError, raised_as
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.progress import Progress
-from attnforge.runtime.backends.outside import Target
+from attnforge.runtime.backends.backend import Target
 
 
 def begin(job: Job, progress: Progress, target: Target) -> Finish:

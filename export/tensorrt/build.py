@@ -21,12 +21,15 @@ from typing import Any
 
 from attnforge.atomic import temporary_folder
 from attnforge.bundle import Cost, Engine, Range, TensorSpec
-from attnforge.children import command, environment
+from attnforge.children import ChildError, call
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.graphs.qdq import Between, rounding_of
 from attnforge.export.tensorrt.process import Answer, Layer, Request
 from attnforge.runtime.cases import sizes_at
 from attnforge.runtime.plans import own_code
+
+PROCESS = "attnforge.export.tensorrt.process"
+"""The module that runs the builder."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +213,9 @@ def build(
         request = Request(
             onnx_file=onnx_file, plan_file=folder / "engine.plan", flavour=flavour, inputs=inputs, precision=precision,
             compute_capabilities=compute_capabilities, profiles=profiles_of(inputs, profiles),
-            timing_cache=timing_cache,
+            timing_cache=timing_cache, device=device,
         )  # fmt: skip
-        return replace(builders.start(request, device).result(), data=request.plan_file.read_bytes())
+        return replace(builders.start(request).result(), data=request.plan_file.read_bytes())
 
 
 class Builders:
@@ -230,18 +233,17 @@ class Builders:
         self._running: subprocess.Popen[str] | None = None
         self._ended = False
 
-    def start(self, request: Request, device: int = 0) -> Future[Plan]:
+    def start(self, request: Request) -> Future[Plan]:
         """Start building a plan, which is written to its file, while the caller goes on.
 
         Args:
             request: the request; its graph must not change until the plan is built.
-            device: number of the CUDA device that TensorRT builds for.
 
         Returns:
             the future plan, whose `data` is empty; it raises what :func:`build` raises.
         """
         load_tensorrt(request.flavour)
-        return self._thread.submit(self._built, request, device)
+        return self._thread.submit(self._built, request)
 
     def __enter__(self) -> Builders:
         return self
@@ -255,9 +257,9 @@ class Builders:
                 self._running.kill()
         self._thread.shutdown(cancel_futures=True)
 
-    def _built(self, request: Request, device: int) -> Plan:
+    def _built(self, request: Request) -> Plan:
         start = time.perf_counter()
-        build = partial(self._answer, request, device)
+        build = partial(self._answer, request)
         answer = build() if self._reuse is None else self._reuse(request, build)
         if answer.errno is not None:
             raise OSError(answer.errno, os.strerror(answer.errno), str(request.plan_file))
@@ -274,30 +276,23 @@ class Builders:
             process=Cost(seconds=round(time.perf_counter() - start, 3), memory=answer.memory),
         )
 
-    def _answer(self, request: Request, device: int) -> Answer:
+    def _answer(self, request: Request) -> Answer:
         """Run a builder in a separate process and return its answer.
 
         Raises:
             BuildError: the process crashed, failed or was killed.
         """
-        with temporary_folder() as folder:
+
+        def started(process: subprocess.Popen[str]) -> None:
             with self._lock:
+                self._running = process
                 if self._ended:
-                    raise BuildError(f"{request.flavour}'s builder was stopped")
-                self._running = process = subprocess.Popen(
-                    command("attnforge.export.tensorrt.process"),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    cwd=folder,
-                    env=environment(_only(device)),
-                )
-            output, errors = process.communicate(request.model_dump_json())
+                    process.kill()
+
+        try:
+            return call(PROCESS, request, Answer, variables=_only(request.device), started=started)
+        except ChildError as error:
+            raise BuildError(f"{request.flavour}'s builder on {request.onnx_file.name} {error}") from error
+        finally:
             with self._lock:
                 self._running = None
-        if process.returncode != 0:
-            last_line = (errors.strip().splitlines() or ["it printed nothing"])[-1]
-            how = f"crashed (signal {-process.returncode})" if process.returncode < 0 else "failed"
-            raise BuildError(f"{request.flavour}'s builder {how} on {request.onnx_file.name}: {last_line}")
-        return Answer.model_validate_json(output.splitlines()[-1])

@@ -1,8 +1,7 @@
-"""The TensorRT builder in a separate process: `python -m attnforge.export.tensorrt.process < request`.
+"""The TensorRT builder in a separate process (:mod:`attnforge.children`).
 
 The builder is native code, and some graphs crash it (seen with TensorRT-RTX 1.7). In a separate process a crash is an
-error to report, and the calling process goes on. The request is read from standard input as JSON, the answer is written
-to standard output; the plan is written directly to its file.
+error to report, and the calling process goes on. The plan is written directly to its file.
 
 Polygraphy's loaders parse, configure and build. They support neither TensorRT-RTX's TF32 flag nor a timing cache that
 is checked before it is read, so these two are set on the configuration that they make.
@@ -15,7 +14,6 @@ import importlib
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import permutations
@@ -27,7 +25,7 @@ from pydantic import AfterValidator
 
 from attnforge import cache
 from attnforge.bundle import Range, TensorSpec
-from attnforge.children import end_with_parent
+from attnforge.children import serve
 from attnforge.memory import peak
 from attnforge.records import Record
 from attnforge.runtime.cases import shape_of
@@ -99,6 +97,7 @@ class Request(Record):
         compute_capabilities: GPUs that the plan is built for; empty for TensorRT's own choice.
         profiles: the range of every symbol, for every optimization profile.
         timing_cache: file that TensorRT's timings are read from and written to.
+        device: number of the CUDA device that TensorRT builds for.
     """
 
     onnx_file: File
@@ -109,6 +108,7 @@ class Request(Record):
     compute_capabilities: Sequence[str] = ()
     profiles: list[dict[str, Range]]
     timing_cache: File | None = None
+    device: int = 0
 
 
 class Answer(Record):
@@ -133,13 +133,6 @@ class Answer(Record):
     refusal: str | None = None
     misuse: bool = False
     errno: int | None = None
-
-
-def main() -> None:
-    """Serve one request."""
-    end_with_parent()
-    request = Request.model_validate_json(sys.stdin.read())
-    print(answer(request).model_copy(update={"memory": peak()}).model_dump_json())
 
 
 def load(flavour: str) -> Any:
@@ -325,4 +318,4 @@ class _Log(logging.Handler):
 
 
 if __name__ == "__main__":
-    main()
+    serve(Request, lambda request, progress: answer(request).model_copy(update={"memory": peak()}))

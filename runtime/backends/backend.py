@@ -1,26 +1,28 @@
-"""The interface of every backend to a session."""
+"""The interface of every backend to a session, its row in the registry, and targets that other packages add."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from attnforge.arrays import Array
+from attnforge.bundle import CANONICAL, OF_PACKAGES, Bundle, Manifest
+from attnforge.errors import UnavailableError, first_line
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
+from attnforge.runtime.options import Memory, Options
 
 if TYPE_CHECKING:
     from attnforge.runtime.gpu import Gpu
 
 
-PROVIDERS = {"onnxruntime-tensorrt": "TensorrtExecutionProvider", "onnxruntime-cuda": "CUDAExecutionProvider"}
-"""ONNX Runtime's execution providers that compute on a GPU, by backend."""
-
-
 class Backend(Protocol):
     """Runs a deployed model on arrays that have been checked; from several threads at once.
 
-    A new backend is one file in this folder and one row of :data:`attnforge.runtime.backends.registry.REGISTRY`.
+    A new backend is one file in this folder and one row of :data:`attnforge.runtime.backends.registry.REGISTRY`
+    (:class:`Registered`).
 
     Attributes:
         name: name of the backend.
@@ -51,3 +53,105 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything. Later runs raise a UsageError."""
+
+
+CUDA_PROVIDER = "CUDAExecutionProvider"
+
+Runner = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Computes a model's outputs from its inputs, both by name. Inputs are contiguous arrays of the model's dtypes; outputs
+are new arrays of them. Several threads may call it at once."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target of `deploy`, and the backend of the same name that runs it.
+
+    Attributes:
+        name: its name for users, in lower-case letters, digits, `-` and `_`.
+        open: opens a file that `build` wrote; the second argument is the number of threads to use, None for the
+            library's own choice.
+        build: writes the one file that `open` reads. It is given the canonical graph (an ONNX file with one `Attention`
+            node per site; weights of large models are in a file next to it) and an empty folder, and returns the name
+            of the file in that folder. An exception means that the target cannot run this model. Without `build`,
+            `open` is given the canonical graph.
+        why_not_here: returns why this machine cannot run it, in one line, or None.
+        runs_code: whether a file may hold code that runs when it is opened, as a compiled model does. If so, a bundle's
+            file is opened only for a caller who names the target, or whose key signed the bundle.
+        libraries: names of the distributions whose versions its speed and its results depend on.
+    """
+
+    name: str
+    open: Callable[[Path, int | None], Runner]
+    build: Callable[[Path, Path], str] | None = None
+    why_not_here: Callable[[], str | None] = lambda: None
+    runs_code: bool = True
+    libraries: Sequence[str] = ()
+
+    def why_unusable(self) -> str | None:
+        """Return why this machine cannot run it, in one line, or None."""
+        try:
+            reason = self.why_not_here()
+        except Exception as error:  # whatever a package raises
+            reason = f"{self.name} cannot be used here: {first_line(error)}"
+        return None if reason is None else first_line(reason)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A backend, before it is opened: a row of :data:`attnforge.runtime.backends.registry.REGISTRY`.
+
+    Attributes:
+        name: name of the backend as users write it.
+        family: name under which users may load any of several backends of one library, and the key of what a bundle
+            records of it.
+        libraries: distribution names of the packages whose versions affect its speed and results.
+        opener: `module:function` in this folder that opens a bundle, given the bundle, this row and the options of the
+            session. The module is imported only then, because most of them import libraries that need not be installed.
+        why_not_here: given the name, the reason why this machine cannot run it whatever the bundle, or None.
+        targets: the targets of `deploy` whose model or plan it runs, one of which a bundle must have. A backend without
+            targets runs the canonical graph, or a separate graph; if it misses the budget, another backend may still
+            meet it.
+        on_gpu: whether it computes on a CUDA device.
+        provider: name of ONNX Runtime's execution provider that computes on a GPU; empty for other backends.
+        steps: whether it runs the steps of a decoder.
+        uncertified: why the bundle's certificate does not count what it compiled; empty if it does.
+        target: the target of another package that it runs.
+    """
+
+    name: str
+    family: str
+    libraries: tuple[str, ...]
+    opener: str
+    why_not_here: Callable[[str], str | None] = lambda name: None
+    targets: tuple[str, ...] = ()
+    on_gpu: bool = False
+    provider: str = ""
+    steps: bool = False
+    uncertified: str = ""
+    target: Target | None = None
+
+    def model(self, manifest: Manifest) -> str:
+        """Return the name of the file of a bundle that it runs, or that its plan was built from.
+
+        Raises:
+            UnavailableError: the bundle was not deployed for it.
+        """
+        own, names = f"{OF_PACKAGES}/{self.name}/", self.targets or (self.family,)
+        record = next((manifest.targets[name] for name in names if name in manifest.targets), None)
+        if record is None and not self.targets:
+            return CANONICAL
+        # a file of another target may be code of another library
+        if record is None or (self.target and record.model != CANONICAL and not record.model.startswith(own)):
+            known = " or ".join(self.targets)
+            raise UnavailableError(f"the bundle was not deployed for {known}; deploy it again with --target {known}")
+        return (record.cuda_model if self.provider == CUDA_PROVIDER else None) or record.model
+
+    def open(self, bundle: Bundle, options: Options) -> Backend:
+        """Open a bundle that the backend can run here.
+
+        Raises:
+            UnavailableError: its library refuses the bundle's model or plan after all.
+            BundleError: a file that it needs is missing or altered.
+        """
+        backend: Backend = pkgutil.resolve_name(f"{__package__}.{self.opener}")(bundle, self, options)
+        return backend

@@ -16,6 +16,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
+from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -34,16 +35,16 @@ COPIED = 1 << 16
 """Bytes of outputs up to which copying to the caller's arrays is faster than binding them."""
 
 
-def open_bundle(bundle: Bundle, options: Options) -> OnnxRuntime:
+def open_bundle(bundle: Bundle, row: Registered, options: Options) -> OnnxRuntime:
     """The bundle's ONNX Runtime model on the CPU, with the measured settings if they are valid here."""
     manifest, record = bundle.manifest, bundle.manifest.targets["onnxruntime"]
-    settings = record.session if record.session is not None and _are_valid(record.session) else None
+    settings = record.session
+    if settings is not None and (settings.version, settings.machine) != (ort.__version__, this_machine(gpus=False)):
+        settings = None  # they were measured elsewhere, or with another version
     name = settings.optimized if settings is not None and settings.optimized else record.model
     with bundle.steady(), refusals(f"{bundle.path / name}"):
         model = bundle.model(name)
-        return OnnxRuntime(
-            "onnxruntime-cpu", model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings
-        )
+        return OnnxRuntime(row.name, model, manifest.graph_inputs, manifest.graph_outputs, options.threads, settings)
 
 
 def refusals(model: str) -> AbstractContextManager[None]:
@@ -56,11 +57,6 @@ def refusals(model: str) -> AbstractContextManager[None]:
         UnavailableError: ONNX Runtime refuses the model.
     """
     return raised_as(UnavailableError, f"ONNX Runtime cannot open {model}", passing=(OSError,))
-
-
-def _are_valid(settings: SessionSettings) -> bool:
-    """Whether settings were measured on this machine, with this version of ONNX Runtime."""
-    return settings.version == ort.__version__ and settings.machine == this_machine(gpus=False)
 
 
 class OnnxRuntime:
@@ -97,22 +93,17 @@ class OnnxRuntime:
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         session = self._open()  # another thread may have closed it since this call began
+        feeds = dict(zip(self._inputs, arrays, strict=True))
         small = out is None or sum([array.nbytes for array in out if array is not None]) <= COPIED
         if small and not self._has_bfloat16:
-            results: list[Array] = session.run(self._outputs, dict(zip(self._inputs, arrays, strict=True)))
+            results: list[Array] = session.run(self._outputs, feeds)
             return results  # in ONNX Runtime's memory, which it frees when the arrays are gone
         binding = session.io_binding()  # a new one for each call: bindings are cheap, and threads must not share one
-        for name, array in zip(self._inputs, arrays, strict=True):
-            bind_host_input(binding, name, array)
         targets = [
             array if shape is not None else None  # ONNX Runtime refuses memory of another shape with its own message
             for array, shape in zip(out or [None] * len(self._outputs), shapes.outputs, strict=True)
         ]
-        for name, target in zip(self._outputs, targets, strict=True):
-            if target is None:
-                binding.bind_output(name)
-            else:
-                binding.bind_ortvalue_output(name, host_value(target))
+        bind_host(binding, feeds, dict(zip(self._outputs, targets, strict=True)))
         session.run_with_iobinding(binding)
         written = [target for target in targets if target is not None]
         if len(written) == len(targets):
@@ -131,10 +122,7 @@ class OnnxRuntime:
         """
         session = self._open()
         binding = session.io_binding()
-        for name, array in inputs.items():
-            bind_host_input(binding, name, array)
-        for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, host_value(array))
+        bind_host(binding, inputs, outputs)
         kept = (inputs, outputs)  # the binding only has addresses
 
         def run() -> None:
@@ -198,6 +186,23 @@ def weights_of(file: Path | bytes) -> int:
         return len(file)
     shelf = file.with_name(WEIGHTS)
     return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
+
+
+def bind_host(binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array | None]) -> None:
+    """Bind arrays on the host, without copies.
+
+    Args:
+        binding: ONNX Runtime's I/O binding.
+        inputs: inputs by name.
+        outputs: outputs by name; None for memory that ONNX Runtime allocates.
+    """
+    for name, array in inputs.items():
+        bind_host_input(binding, name, array)
+    for name, target in outputs.items():
+        if target is None:
+            binding.bind_output(name)
+        else:
+            binding.bind_ortvalue_output(name, host_value(target))
 
 
 def bind_host_input(binding: Any, name: str, array: Array) -> None:

@@ -16,14 +16,14 @@ from cuda.core.utils import StridedMemoryView
 
 from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import FLAVOURS, Bundle, TensorSpec
+from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UsageError
-from attnforge.runtime.backends.backend import PROVIDERS
+from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.backends.onnxruntime import (
     BFLOAT16_ONNX,
+    bind_host,
     bind_host_input,
     given,
-    host_value,
     refusals,
     session_options,
     weights_of,
@@ -48,7 +48,7 @@ class OnnxRuntimeGpu:
 
     Args:
         bundle: the bundle whose model to load.
-        backend: `onnxruntime-cuda` or `onnxruntime-tensorrt`.
+        row: `onnxruntime-cuda` or `onnxruntime-tensorrt`.
         options: options of the session.
 
     Raises:
@@ -57,8 +57,8 @@ class OnnxRuntimeGpu:
         DeviceError: CUDA failed.
     """
 
-    def __init__(self, bundle: Bundle, backend: str, options: Options) -> None:
-        self.name = backend
+    def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
+        self.name = row.name
         self.gpu = Gpu(options.device)
         self.outputs = DeviceOutputs(self.gpu)
         self._inputs = bundle.manifest.graph_inputs
@@ -68,35 +68,31 @@ class OnnxRuntimeGpu:
         # ONNX Runtime replays a graph only on the thread that captured it, so one thread captures and replays all
         self._replays = ThreadPoolExecutor(1, "attnforge-replays")
         self._static: dict[tuple[tuple[int, ...], ...], _Static] = {}
-        file = model_of(bundle, backend)
+        file = row.model(bundle.manifest)
         self._weights = weights_of(bundle.file(file))
         ort.preload_dlls()  # the CUDA libraries of torch's or NVIDIA's wheels, if installed
         with self.gpu.current(), bundle.steady(), refusals(f"{bundle.path / file}"):
             # a separate stream: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
-            providers = provider_options(bundle, backend, options, int(self._stream.handle))
+            providers = provider_options(bundle, row.name, options, int(self._stream.handle))
             self._session: Any = ort.InferenceSession(
                 given(bundle.model(file)),
                 session_options(options.threads),
                 providers=[*providers, "CPUExecutionProvider"],
             )
-        if PROVIDERS[backend] not in self._session.get_providers():
+        if row.provider not in self._session.get_providers():
             raise UnavailableError(
-                f"ONNX Runtime could not start its {PROVIDERS[backend]}; its log says which library is missing"
+                f"ONNX Runtime could not start its {row.provider}; its log says which library is missing"
             )
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        results = []
         with self._lock, self.gpu.current():
             binding = self._binding()
-            for spec, array in zip(self._inputs, arrays, strict=True):
-                bind_host_input(binding, spec.name, array)
-            for i, (spec, shape) in enumerate(zip(self._outputs, self.output_shapes(shapes), strict=True)):
-                target = out[i] if out is not None else None
-                results.append(np.empty(shape, spec.dtype) if target is None else target)
-                binding.bind_ortvalue_output(spec.name, host_value(results[i]))
+            every = zip(self._outputs, self.output_shapes(shapes), out or [None] * len(self._outputs), strict=True)
+            results = {spec.name: np.empty(shape, spec.dtype) if to is None else to for spec, shape, to in every}
+            bind_host(binding, {spec.name: array for spec, array in zip(self._inputs, arrays, strict=True)}, results)
             self._execute(binding, NO_GRAPH)
-        return results
+        return list(results.values())
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
@@ -214,15 +210,6 @@ class _Static(NamedTuple):
     binding: Any
     inputs: list[Block]
     outputs: list[Block]
-
-
-def model_of(bundle: Bundle, backend: str) -> str:
-    """The name of the model file that a provider runs: for ONNX Runtime's TensorRT provider, the model that TensorRT
-    parses."""
-    targets = bundle.manifest.targets
-    if backend == "onnxruntime-tensorrt":
-        return next(targets[flavour].model for flavour in FLAVOURS if flavour in targets)
-    return targets["onnxruntime"].cuda_model or targets["onnxruntime"].model
 
 
 def provider_options(bundle: Bundle, backend: str, options: Options, stream: int) -> list[tuple[str, dict[str, str]]]:

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array
-from attnforge.bundle import CANONICAL, NEXT, OPENVINO, Bundle, DimSpec, Manifest
+from attnforge.bundle import NEXT, Bundle, DimSpec, Manifest
 from attnforge.errors import InputError, UnavailableError, UsageError, first_line
 from attnforge.machine import cpu_quota, processors
+from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
@@ -56,16 +57,10 @@ filled slots. It would keep 5,000: a Llama of 100 million parameters used 3.4 Gi
 used 0.2 GiB more, at the same time per token; with 32 that took a sixth longer, and with none half as long again."""
 
 
-def open_bundle(bundle: Bundle, options: Options) -> OpenVino:
+def open_bundle(bundle: Bundle, row: Registered, options: Options) -> OpenVino:
     """The bundle's graph for OpenVINO on the CPU, or the canonical graph if there is none."""
     with bundle.steady():
-        return OpenVino(bundle.manifest, bundle.model(graph_of(bundle.manifest)), options)
-
-
-def graph_of(manifest: Manifest) -> str:
-    """The file of a bundle that OpenVINO runs."""
-    record = manifest.targets.get(OPENVINO)
-    return CANONICAL if record is None else record.model
+        return OpenVino(bundle.manifest, bundle.model(row.model(bundle.manifest)), options)
 
 
 class OpenVino:
@@ -194,7 +189,7 @@ class OpenVino:
     def _opened(self, file: Path | bytes, manifest: Manifest) -> tuple[Any, _Compiled]:
         """The model, rewritten if OpenVINO accepts that, and the compiled model."""
         model = self._read(file)
-        self._weights = _weights_of(model)
+        self._weights = sum(node.get_byte_size() for node in model.get_ops() if node.get_type_name() == "Constant")
         if manifest.mixed is None:  # a bundle that chose its precisions keeps every type unchanged
             try:
                 scores = manifest.quantised is not None and bool(manifest.quantised.scores)
@@ -318,11 +313,6 @@ def _copied(tensor: Any) -> Array:
     if tensor.element_type.get_type_name() == "bf16":
         array = array.view(BFLOAT16).reshape(tuple(tensor.shape))
     return array
-
-
-def _weights_of(model: Any) -> int:
-    """Bytes of a model's constants."""
-    return sum(node.get_byte_size() for node in model.get_ops() if node.get_type_name() == "Constant")
 
 
 def _precision(core: Any, manifest: Manifest) -> str:

@@ -1,6 +1,6 @@
 """Targets that other packages add, through the entry point group `attnforge.targets`.
 
-A package names one :class:`Target` per entry point in its `pyproject.toml`:
+A package names one :class:`~attnforge.runtime.backends.backend.Target` per entry point in its `pyproject.toml`:
 
     [project.entry-points."attnforge.targets"]
     my_target = "my_package:TARGET"
@@ -15,64 +15,21 @@ import importlib.metadata
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.bundle import TensorSpec
+from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import RunError, UnavailableError, first_line, raised_as
+from attnforge.runtime.backends.backend import Registered, Target
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
+from attnforge.runtime.options import Memory, Options
 
 log = logging.getLogger("attnforge")
 
 GROUP = "attnforge.targets"
-
-Runner = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Computes a model's outputs from its inputs, both by name. Inputs are contiguous arrays of the model's dtypes; outputs
-are new arrays of them. Several threads may call it at once."""
-
-
-def _nothing() -> str | None:
-    return None
-
-
-@dataclass(frozen=True)
-class Target:
-    """A target of `deploy`, and the backend of the same name that runs it.
-
-    Attributes:
-        name: its name for users, in lower-case letters, digits, `-` and `_`.
-        open: opens a file that `build` wrote; the second argument is the number of threads to use, None for the
-            library's own choice.
-        build: writes the one file that `open` reads. It is given the canonical graph (an ONNX file with one `Attention`
-            node per site; weights of large models are in a file next to it) and an empty folder, and returns the name
-            of the file in that folder. An exception means that the target cannot run this model. Without `build`,
-            `open` is given the canonical graph.
-        why_not_here: returns why this machine cannot run it, in one line, or None.
-        runs_code: whether a file may hold code that runs when it is opened, as a compiled model does. If so, a bundle's
-            file is opened only for a caller who names the target, or whose key signed the bundle.
-        libraries: names of the distributions whose versions its speed and its results depend on.
-    """
-
-    name: str
-    open: Callable[[Path, int | None], Runner]
-    build: Callable[[Path, Path], str] | None = None
-    why_not_here: Callable[[], str | None] = _nothing
-    runs_code: bool = True
-    libraries: Sequence[str] = ()
-
-    def why_unusable(self) -> str | None:
-        """Return why this machine cannot run it, in one line, or None."""
-        try:
-            reason = self.why_not_here()
-        except Exception as error:  # whatever a package raises
-            reason = f"{self.name} cannot be used here: {first_line(error)}"
-        return None if reason is None else first_line(reason)
 
 
 def installed(taken: Collection[str]) -> dict[str, Target]:
@@ -103,10 +60,9 @@ class Outside:
     """A backend that another package adds, in a session.
 
     Args:
-        target: the target.
-        file: the file to open.
-        inputs, outputs: the model's tensors.
-        threads: number of threads, or None.
+        bundle: the bundle, which was deployed for the target.
+        row: the backend.
+        options: options of the session, of which only the number of threads applies.
 
     Raises:
         UnavailableError: the package cannot open the file.
@@ -114,18 +70,14 @@ class Outside:
 
     gpu = None
 
-    def __init__(
-        self,
-        target: Target,
-        file: Path,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        threads: int | None,
-    ) -> None:
-        self.name = target.name
-        self._inputs, self._outputs = [spec.name for spec in inputs], outputs
-        with raised_as(UnavailableError, f"{target.name} cannot open {file}"):
-            self._run = target.open(file, threads)
+    def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
+        assert row.target is not None
+        self.name, manifest = row.name, bundle.manifest
+        self._inputs, self._outputs = [spec.name for spec in manifest.graph_inputs], manifest.graph_outputs
+        with bundle.steady():
+            file = bundle.file(row.model(manifest))
+            with raised_as(UnavailableError, f"{row.name} cannot open {file}"):
+                self._run = row.target.open(file, options.threads)
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         with raised_as(RunError, f"{self.name} failed"):

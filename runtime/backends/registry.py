@@ -1,8 +1,5 @@
-"""The registry of backends: one row each, with what it needs of this machine and of a bundle, and how it is opened.
-
-A backend's own file is imported when the backend is opened, because most of them import libraries that need not be
-installed.
-"""
+"""The registry of backends, one row each; what keeps a backend from running a bundle here; and the order in which
+`auto` tries them."""
 
 from __future__ import annotations
 
@@ -10,57 +7,26 @@ import ctypes
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
-from attnforge.bundle import CANONICAL, FLAVOURS, OF_PACKAGES, Bundle, Certificate
+from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice
 from attnforge.errors import UnavailableError
-from attnforge.machine import compute_capability, cuda_devices
-from attnforge.runtime.backends.backend import PROVIDERS, Backend
-from attnforge.runtime.backends.outside import Outside, Target, installed
-from attnforge.runtime.backends.whole_sequences import STEPPING, as_model
+from attnforge.machine import compute_capability, cuda_devices, this_machine, versions
+from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered
+from attnforge.runtime.backends.outside import installed
+from attnforge.runtime.backends.whole_sequences import as_model
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A backend, before it is opened.
-
-    Attributes:
-        name: name of the backend as users write it.
-        libraries: distribution names of the packages whose versions affect its speed and results.
-        on_gpu: whether it computes on a CUDA device.
-        why_not_here: given the name, the reason why this machine cannot run it whatever the bundle, or None.
-        why_not_bundle: given a bundle, the name and the number of the CUDA device, the reason why it cannot run the
-            bundle here, or None.
-        open: opens a bundle for which `why_not_bundle` gives no reason.
-        certified: the entry of the bundle's certificate that counts what this backend compiled; None if the bundle has
-            no such count.
-        uncertified: why the bundle has no such count.
-        has_target: whether a bundle is deployed for it by name. A backend without a target runs the canonical graph, or
-            a separate graph; if it misses the budget, another backend may still meet it.
-    """
-
-    name: str
-    libraries: tuple[str, ...]
-    on_gpu: bool
-    why_not_here: Callable[[str], str | None]
-    why_not_bundle: Callable[[Bundle, str, int], str | None]
-    open: Callable[[Bundle, str, Options], Backend]
-    certified: str | None = None
-    uncertified: str = ""
-    has_target: bool = True
-
-
 def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None:
     """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
     if bundle.manifest.decoding is not None and backend not in STEPPING:
         return f"decoder steps run on {', '.join(STEPPING)} only; {backend} has no caches that are updated in place"
-    return REGISTRY[backend].why_not_bundle(bundle, backend, device)
+    return _no_plan(bundle, backend, device) if backend in FLAVOURS else _no_model(bundle, backend)
 
 
 def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None:
@@ -92,7 +58,7 @@ def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
         UnavailableError: its library refuses the bundle's model or plan after all.
         BundleError: a file that it needs is missing or altered.
     """
-    return as_model(REGISTRY[backend].open(bundle, backend, options), bundle.manifest)
+    return as_model(REGISTRY[backend].open(bundle, options), bundle.manifest)
 
 
 def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, named: bool = True) -> Backend:
@@ -133,14 +99,47 @@ def fused_by(certificate: Certificate, backend: str) -> int | str:
     compiled, and says nothing about its CUDA or TensorRT provider.
     """
     row = REGISTRY[backend]
-    if row.certified is None:
-        return row.uncertified
-    return certificate.fused.get(row.certified, f"the bundle was not deployed for {row.certified}")
+    return row.uncertified or certificate.fused.get(row.family, f"the bundle was not deployed for {row.family}")
 
 
 def libraries_of(backends: Sequence[str]) -> list[str]:
     """The packages that `backends` depend on, sorted."""
     return sorted({package for name in backends for package in REGISTRY[name].libraries})
+
+
+# --- the backends that `auto` tries -----------------------------------------------------------------------------------
+
+
+def by_preference(bundle: Bundle) -> list[str]:
+    """The backends that `auto` tries, in order.
+
+    On the machine that deployed the bundle: the backends that were measured there, those on a GPU first, each group
+    from the fastest on; then the others in the registry's order, without those that missed the budget. Elsewhere: the
+    registry's order; if no backend met the budget, those that missed it come last. A backend without a target in the
+    bundle is tried only if it was measured.
+    """
+    choice, by_rule = chosen_here(bundle), [name for name, row in REGISTRY.items() if row.targets]
+    if choice is None:
+        return by_rule
+    measured = fastest_first(choice.milliseconds)
+    left = [name for name in by_rule if name not in measured and name not in choice.dropped]
+    return [*measured, *left] if measured else [*left, *(name for name in by_rule if name in choice.dropped)]
+
+
+def chosen_here(bundle: Bundle) -> Choice | None:
+    """The measurements from the deploy; None if it was on another machine or with other versions of the backends'
+    libraries. Queries CUDA for its devices."""
+    choice = bundle.manifest.choice
+    if choice is None or choice.machine != this_machine():
+        return None
+    if not {*choice.milliseconds, *choice.dropped} <= set(BACKENDS):  # from another version of attnforge, or altered
+        return None
+    return choice if choice.versions == versions(libraries_of([*choice.milliseconds, *choice.dropped])) else None
+
+
+def fastest_first(milliseconds: Mapping[str, float]) -> list[str]:
+    """Backends on a GPU, whose callers' arrays stay there, before those on the CPU; then by time."""
+    return sorted(milliseconds, key=lambda name: (name not in ON_GPU, milliseconds[name]))
 
 
 # --- what this machine lacks ------------------------------------------------------------------------------------------
@@ -155,10 +154,6 @@ FOREIGN = (
 )
 NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
 UNSUPPORTED = "{} {} does not support this GPU: its compute capability is {}, and the supported ones are {}"
-
-
-def _nothing(backend: str) -> str | None:
-    return None
 
 
 def _no_tensorrt(backend: str) -> str | None:
@@ -189,8 +184,8 @@ def _no_package(backend: str) -> str | None:
 def _no_provider(backend: str) -> str | None:
     import onnxruntime as ort
 
-    if PROVIDERS[backend] not in ort.get_available_providers():
-        return f"this onnxruntime has no {PROVIDERS[backend]}; pip install onnxruntime-gpu"
+    if (provider := REGISTRY[backend].provider) not in ort.get_available_providers():
+        return f"this onnxruntime has no {provider}; pip install onnxruntime-gpu"
     return "no CUDA device" if cuda_devices() == 0 else None
 
 
@@ -251,68 +246,12 @@ def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
     return engine if isinstance(engine, str) else None
 
 
-def _no_onnxruntime_model(bundle: Bundle, backend: str, device: int) -> str | None:
-    if "onnxruntime" not in bundle.manifest.targets:
-        return "the bundle was not deployed for onnxruntime; deploy it again with --target onnxruntime"
+def _no_model(bundle: Bundle, backend: str) -> str | None:
+    try:
+        REGISTRY[backend].model(bundle.manifest)
+    except UnavailableError as error:
+        return str(error)
     return why_not_here(backend)
-
-
-def _no_tensorrt_model(bundle: Bundle, backend: str, device: int) -> str | None:
-    if not any(flavour in bundle.manifest.targets for flavour in FLAVOURS):
-        return "the bundle has no model for TensorRT; deploy it again with --target tensorrt_rtx, or tensorrt"
-    return why_not_here(backend)
-
-
-def _no_library(bundle: Bundle, backend: str, device: int) -> str | None:
-    return why_not_here(backend)  # every bundle contains the canonical graph
-
-
-def _not_deployed(bundle: Bundle, backend: str, device: int) -> str | None:
-    record = bundle.manifest.targets.get(backend)
-    if record is None or not (record.model == CANONICAL or record.model.startswith(f"{OF_PACKAGES}/{backend}/")):
-        return f"the bundle was not deployed for {backend}; deploy it again with --target {backend}"
-    return why_not_here(backend)
-
-
-# --- how each is opened -----------------------------------------------------------------------------------------------
-
-
-def _tensorrt(bundle: Bundle, backend: str, options: Options) -> Backend:
-    from attnforge.runtime.backends.tensorrt import TensorRT
-
-    return TensorRT(bundle, backend, options)
-
-
-def _onnxruntime_gpu(bundle: Bundle, backend: str, options: Options) -> Backend:
-    from attnforge.runtime.backends.onnxruntime_gpu import OnnxRuntimeGpu
-
-    return OnnxRuntimeGpu(bundle, backend, options)
-
-
-def _onnxruntime(bundle: Bundle, backend: str, options: Options) -> Backend:
-    from attnforge.runtime.backends.onnxruntime import open_bundle
-
-    return open_bundle(bundle, options)
-
-
-def _openvino(bundle: Bundle, backend: str, options: Options) -> Backend:
-    from attnforge.runtime.backends.openvino import open_bundle
-
-    return open_bundle(bundle, options)
-
-
-def _outside(bundle: Bundle, backend: str, options: Options) -> Backend:
-    manifest = bundle.manifest
-    with bundle.steady():
-        file = bundle.file(manifest.targets[backend].model)
-        return Outside(OUTSIDE[backend], file, manifest.graph_inputs, manifest.graph_outputs, options.threads)
-
-
-def _of_package(target: Target) -> Registered:
-    return Registered(
-        target.name, tuple(target.libraries), False, lambda name: target.why_unusable(), _not_deployed, _outside,
-        uncertified="its package does not report what it fuses",
-    )  # fmt: skip
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -322,23 +261,25 @@ ORT = ("onnxruntime", "onnxruntime-gpu")
 REGISTRY = {
     row.name: row
     for row in (
-        Registered("tensorrt", ("tensorrt",), True, _no_tensorrt, _no_plan, _tensorrt, certified="tensorrt"),
-        Registered(
-            "tensorrt_rtx", ("tensorrt_rtx",), True, _no_tensorrt, _no_plan, _tensorrt, certified="tensorrt_rtx"
+        *(
+            Registered(flavour, flavour, (flavour,), "tensorrt:TensorRT", _no_tensorrt, (flavour,), on_gpu=True)
+            for flavour in FLAVOURS
         ),
         Registered(
-            "onnxruntime-tensorrt", (*ORT, "tensorrt"), True, _no_tensorrt_provider, _no_tensorrt_model,
-            _onnxruntime_gpu, uncertified="its provider compiles when a session first runs, so nothing was counted",
+            "onnxruntime-tensorrt", "onnxruntime", (*ORT, "tensorrt"), "onnxruntime_gpu:OnnxRuntimeGpu",
+            _no_tensorrt_provider, FLAVOURS, on_gpu=True, provider="TensorrtExecutionProvider",
+            uncertified="its provider compiles when a session first runs, so nothing was counted",
         ),
         Registered(
-            "onnxruntime-cuda", ORT, True, _no_provider, _no_onnxruntime_model, _onnxruntime_gpu,
+            "onnxruntime-cuda", "onnxruntime", ORT, "onnxruntime_gpu:OnnxRuntimeGpu", _no_provider, ("onnxruntime",),
+            on_gpu=True, provider=CUDA_PROVIDER,
             uncertified="ONNX Runtime's fused sites were counted on the CPU, not for its CUDA provider",
         ),
         Registered(
-            "onnxruntime-cpu", ORT, False, _nothing, _no_onnxruntime_model, _onnxruntime, certified="onnxruntime"
+            "onnxruntime-cpu", "onnxruntime", ORT, "onnxruntime:open_bundle", targets=("onnxruntime",), steps=True
         ),
         Registered(
-            "openvino", ("openvino",), False, _no_openvino, _no_library, _openvino, has_target=False,
+            "openvino", "openvino", ("openvino",), "openvino:open_bundle", _no_openvino, steps=True,
             uncertified="it does not report what it fuses",
         ),
     )
@@ -347,8 +288,15 @@ REGISTRY = {
 
 OUTSIDE = installed((*REGISTRY, "auto", "eager", "onnxruntime"))
 """The targets of other packages, by name; each is a backend as well, after all others."""
-REGISTRY |= {name: _of_package(target) for name, target in OUTSIDE.items()}
+REGISTRY |= {
+    name: Registered(
+        name, name, tuple(target.libraries), "outside:Outside", lambda name: OUTSIDE[name].why_unusable(), (name,),
+        uncertified="its package does not report what it fuses", target=target,
+    )
+    for name, target in OUTSIDE.items()
+}  # fmt: skip
 
 BACKENDS = tuple(REGISTRY)
 ON_GPU = tuple(name for name, row in REGISTRY.items() if row.on_gpu)
-WITHOUT_TARGET = tuple(name for name, row in REGISTRY.items() if not row.has_target)
+STEPPING = tuple(name for name, row in REGISTRY.items() if row.steps)
+"""The backends that run steps of a decoder."""

@@ -34,6 +34,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Engine
 from attnforge.errors import DeviceError, InputError, UnavailableError
 from attnforge.machine import compute_capability, device_name
+from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.gpu import ALIGNMENT, Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -94,7 +95,7 @@ class TensorRT:
 
     Args:
         bundle: the bundle whose plan for this GPU to load.
-        backend: `tensorrt` or `tensorrt_rtx`.
+        row: `tensorrt` or `tensorrt_rtx`.
         options: options of the session.
 
     Raises:
@@ -103,13 +104,12 @@ class TensorRT:
         DeviceError: CUDA failed.
     """
 
-    def __init__(self, bundle: Bundle, backend: str, options: Options) -> None:
-        trt = self._trt = importlib.import_module(backend)
-        self.name = backend
-        self._is_rtx = backend == "tensorrt_rtx"
-        record = engine_for(
-            bundle.manifest.targets[backend].engines, trt.__version__, compute_capability(options.device)
-        )
+    def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
+        self.name = row.name
+        trt = self._trt = importlib.import_module(self.name)
+        self._is_rtx = self.name == "tensorrt_rtx"
+        engines = bundle.manifest.targets[self.name].engines
+        record = engine_for(engines, trt.__version__, compute_capability(options.device))
         if isinstance(record, str):
             raise UnavailableError(record)
         manifest = bundle.manifest

@@ -11,13 +11,10 @@ from attnforge.arrays import Array
 from attnforge.bundle import Manifest
 from attnforge.errors import RunError
 from attnforge.runtime.backends.backend import Backend
-from attnforge.runtime.decoding.decoder import Decoder, Step, Stepping
+from attnforge.runtime.decoding.decoder import Decoder, Stepping, StepSpec
 from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
-
-STEPPING = ("onnxruntime-cpu", "openvino")
-"""The backends that run steps."""
 
 
 class WholeSequences:
@@ -32,7 +29,7 @@ class WholeSequences:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self.name = backend.name
-        self._backend, self._step = backend, Step.of(manifest)
+        self._backend, self._step = backend, StepSpec.of(manifest)
 
     def decoder(self, batch: int) -> Decoder:
         """A decoder for this many samples."""

@@ -41,7 +41,7 @@ class Stepping(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSpec:
     """The manifest's description of a step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Step:
     decoding: Decoding
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Step:
+    def of(cls, manifest: Manifest) -> StepSpec:
         assert manifest.decoding is not None
         return cls(manifest.graph_inputs[0], manifest.outputs, manifest.decoding)
 
@@ -96,7 +96,7 @@ class Decoder:
         places: capacity of the caches, in tokens per sample.
     """
 
-    def __init__(self, backend: Stepping, step: Step, batch: int = 1) -> None:
+    def __init__(self, backend: Stepping, step: StepSpec, batch: int = 1) -> None:
         if not 1 <= (batch := whole("batch", batch)) <= step.most_samples:
             raise InputError(f"batch is {batch}; the bundle supports 1 to {step.most_samples} samples")
         self.batch, self.places = batch, step.decoding.places
@@ -405,6 +405,6 @@ def _fixed(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim in spec.dims[1:] if isinstance(dim, int))
 
 
-def cache_bytes(backend: Stepping, step: Step, batch: int) -> int:
+def cache_bytes(backend: Stepping, step: StepSpec, batch: int) -> int:
     """Bytes of the caches of this many samples."""
     return sum(batch * prod(_fixed(spec)) * backend.dtype_of(spec.name).itemsize for spec in step.decoding.tensors)

@@ -34,7 +34,7 @@ from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
-from attnforge.runtime.backends.registry import BACKENDS, WITHOUT_TARGET, why_not_unasked
+from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, chosen_here, why_not_unasked
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import (
     FAR_OFF,
@@ -47,7 +47,6 @@ from attnforge.runtime.parity.budget import (
 )
 from attnforge.runtime.parity.comparison import QUANTILES, Comparison, Element
 from attnforge.runtime.parity.metrics import MeasuredMetric, Metric, MetricReport, chosen_metric
-from attnforge.runtime.preference import chosen_here
 from attnforge.runtime.session import load
 
 Run = Callable[[dict[str, Array]], Mapping[str, Array]]
@@ -242,10 +241,10 @@ def _skipped(bundle: Bundle) -> dict[str, str]:
     measured, dropped = (choice.milliseconds, choice.dropped) if choice is not None else ({}, {})
     unknown = "it was not checked against the budget on this machine when the bundle was deployed; verify it by name"
     skipped = {}
-    for name in BACKENDS:
+    for name, row in REGISTRY.items():
         if (reason := why_not_unasked(bundle, name)) is not None:
             skipped[name] = reason
-        elif name in WITHOUT_TARGET and name not in measured:
+        elif not row.targets and name not in measured:
             skipped[name] = dropped.get(name, unknown)
     return skipped
 

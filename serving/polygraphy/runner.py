@@ -19,8 +19,9 @@ from polygraphy.common import TensorMetadata
 from polygraphy.logger import G_LOGGER
 
 from attnforge.arrays import BFLOAT16, to_numpy, without_bfloat16
-from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.bundle import DimSpec
 from attnforge.errors import AttnforgeError
+from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.session import load
 
 
@@ -61,11 +62,12 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
 
     def get_input_metadata_impl(self) -> Any:
         """Return the model's inputs, with their minimum and maximum shapes."""
+        low, high = (sizes_at(self.session.inputs, bound) for bound in ("min", "max"))
         metadata = TensorMetadata()
         for spec in self.session.inputs:
             shape = [dim.text if isinstance(dim, DimSpec) else dim for dim in spec.dims]
             dtype = np.dtype(np.float32 if spec.dtype == BFLOAT16.name else spec.dtype)
-            metadata.add(spec.name, dtype, shape, min_shape=_bound(spec, "min"), max_shape=_bound(spec, "max"))
+            metadata.add(spec.name, dtype, shape, min_shape=[*shape_of(spec, low)], max_shape=[*shape_of(spec, high)])
         return metadata
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -88,7 +90,3 @@ class AttnforgeRunner(BaseRunner):  # type: ignore[misc]  # Polygraphy has no ty
     def deactivate_impl(self) -> None:
         self.session.close()
         del self.session
-
-
-def _bound(spec: TensorSpec, bound: str) -> list[int]:
-    return [int(getattr(dim, bound) or 0) if isinstance(dim, DimSpec) else dim for dim in spec.dims]

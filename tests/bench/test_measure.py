@@ -34,6 +34,7 @@ from attnforge.bench.experiment import Experiment, case_at
 from attnforge.bench.interval import latency_of
 from attnforge.bench.limits import ceilings
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case, Source
+from attnforge.children import ChildError
 from attnforge.cli import main
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.model.registry import build_model
@@ -641,7 +642,7 @@ def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pyte
     def measured(order: alone.Order) -> alone.FreshRun:
         calls["processes"] += 1
         if calls["processes"] > 1:
-            raise alone.FailedError("planted")
+            raise ChildError("planted")
         return loaded_in(real(order), 4.0)
 
     monkeypatch.setattr(alone, "measured", measured)
@@ -657,7 +658,7 @@ def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pyte
 
 
 def test_a_process_that_fails_says_why(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(alone.FailedError, match="no bundle"):
+    with pytest.raises(ChildError, match="no bundle"):
         alone.measured(order(bundle, tmp_path, bundle=str(tmp_path)))
 
 
@@ -665,7 +666,7 @@ def test_a_process_that_takes_too_long_is_ended(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alone, "TIMEOUT", 0.01)
-    with pytest.raises(alone.FailedError, match="took more than"):
+    with pytest.raises(ChildError, match="took more than"):
         alone.measured(order(bundle, tmp_path))
 
 

@@ -89,7 +89,9 @@ def booby_trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["attnforge.export.tensorrt.process", "attnforge.bench.alone"])
+@pytest.mark.parametrize(
+    "module", ["attnforge.export.tensorrt.process", "attnforge.export.measuring", "attnforge.bench.alone"]
+)
 def test_children_import_nothing_from_the_current_folder(booby_trapped: Path, module: str) -> None:
     done = subprocess.run(command(module), input="", capture_output=True, text=True, env=environment(), timeout=120)
     assert "EOF while parsing" in done.stderr or "Expecting value" in done.stderr, done.stderr  # it got so far

@@ -17,7 +17,7 @@ import attnforge
 from attnforge.errors import BundleError, UnavailableError
 from attnforge.export import room
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.room import Work, most_alive
+from attnforge.export.room import MemoryNeeds, most_alive
 from attnforge.export.sources.torch_module import capture
 from attnforge.files import sha256
 from attnforge.precision import precision_named
@@ -35,14 +35,14 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def work() -> Work:
+def work() -> MemoryNeeds:
     """The small model, for all targets and tuned."""
     captured = capture(*small_example(), FP32)
     canonicalize(captured.model)
-    return Work(captured.model, FP32, ["onnxruntime", "tensorrt_rtx"], True, sizes_at(captured.inputs, "max"))
+    return MemoryNeeds(captured.model, FP32, ["onnxruntime", "tensorrt_rtx"], True, sizes_at(captured.inputs, "max"))
 
 
-def test_live_memory_grows_with_the_sizes(work: Work) -> None:
+def test_live_memory_grows_with_the_sizes(work: MemoryNeeds) -> None:
     assert dict(work.sizes) == {"batch": 4, "tokens": 9, "pairs": 6}
     at_most = most_alive(work.model, work.sizes)
     inputs = 4 * 9 * 16 + 4 * 12 * 16 + 4 * 12 + 16
@@ -50,7 +50,7 @@ def test_live_memory_grows_with_the_sizes(work: Work) -> None:
     assert most_alive(work.model, {**work.sizes, "batch": 8}) == pytest.approx(2 * at_most, rel=0.02)
 
 
-def test_too_little_memory_is_reported_with_what_needs_less(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_with_what_needs_less(work: MemoryNeeds, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = work.bytes()
     monkeypatch.setattr(room, "available", lambda: needed)
     work.check()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import attnforge
+from attnforge import children
 from attnforge.bundle import Bundle
 from attnforge.errors import BuildError
 from attnforge.export import measuring
@@ -19,7 +20,7 @@ from attnforge.runtime import choose as choosing
 from tests.support.broken import Attention, made
 from tests.support.bundles import DeploySmall
 
-REFUSED = "measuring backends failed: .*; deploy without it"
+REFUSED = r"measuring backends (failed|crashed \(signal 6\)): .*; deploy without it"
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_the_process_has_neither_torch_nor_the_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["import os; os.abort()", "raise SystemExit('no room')", ""])
 def test_a_process_that_fails_leaves_no_bundle(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "command", lambda *arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(children, "command", lambda *arguments: [sys.executable, "-c", program])
     module, args, shapes = made(Attention)
     with pytest.raises(BuildError, match=REFUSED):
         attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
@@ -63,7 +64,7 @@ def test_lines_of_the_process_are_distinguished_by_their_fields(
     program = (
         """print('{"done": 1, "total": 2, "what": "openvino"}\\n{"memory": 7, "choice": null, "session": null}')"""
     )
-    monkeypatch.setattr(measuring, "command", lambda *arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(children, "command", lambda *arguments: [sys.executable, "-c", program])
     steps: list[tuple[str, float, float | None]] = []
 
     class Recorder(Silent):

@@ -26,9 +26,8 @@ from attnforge.export.diagnosis.departure import departure
 from attnforge.export.sources import repair, source, torch_module
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
-from attnforge.runtime.backends.registry import why_unavailable
+from attnforge.runtime.backends.registry import by_preference, why_unavailable
 from attnforge.runtime.parity.verify import verify
-from attnforge.runtime.preference import by_preference
 from attnforge.serving.triton.repository import package
 from tests.support.export_faults import FAULTS, tried
 

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 import attnforge
 from attnforge.bench import alone
 from attnforge.bundle import MANIFEST, SIGNATURE, TRUSTED, Bundle, output, reading, sign
+from attnforge.children import ChildError
 from attnforge.cli import main
 from attnforge.errors import BundleError, SignatureError, UnavailableError, UsageError
 from attnforge.export.tensorrt.rebuild import rebuild
@@ -309,7 +310,7 @@ def test_a_process_of_a_benchmark_asks_for_the_signature_again(signed: Path, key
         trusted=[str(key.with_suffix(".pub"))],
     )  # fmt: skip
     assert alone.measured(order).cold.first_s > 0
-    with pytest.raises(alone.FailedError, match="signed by another key"):
+    with pytest.raises(ChildError, match="signed by another key"):
         alone.measured(order.model_copy(update={"trusted": [str(other)]}))
 
 

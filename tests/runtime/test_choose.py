@@ -16,10 +16,9 @@ from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime import choose as choosing
 from attnforge.runtime import session
-from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.backends.registry import by_preference, fastest_first, why_not_here
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity import verify
-from attnforge.runtime.preference import by_preference, fastest_first
 from attnforge.runtime.race import medians
 from tests.support.bundles import example_of, rewrite
 from tests.support.decoders import DeployDecoder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -313,6 +314,13 @@ def test_fused_sites_are_counted_only_for_the_backend_that_compiled_them(small: 
     assert counts["openvino"] == "it does not report what it fuses"
 
 
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_every_row_names_a_function_that_opens_a_bundle(backend: str) -> None:
+    module, _, opener = backends.REGISTRY[backend].opener.partition(":")
+    opened = getattr(pytest.importorskip(f"attnforge.runtime.backends.{module}"), opener)
+    assert [*inspect.signature(opened).parameters] == ["bundle", "row", "options"]
+
+
 def test_reasons_of_tensorrt_rtx_against_a_plan_are_reported() -> None:
     tensorrt = pytest.importorskip("attnforge.runtime.backends.tensorrt")
     trt = pytest.importorskip("tensorrt_rtx")
@@ -367,6 +375,13 @@ def test_provider_options_of_onnxruntime_on_a_gpu(small: Callable[[str], Bundle]
             "TensorrtExecutionProvider"
         ]
     )
-    assert module.model_of(bundle, "onnxruntime-tensorrt") == "tensorrt/model.onnx"
-    assert module.model_of(bundle, "onnxruntime-cuda") == "onnxruntime/model.onnx"
-    assert module.model_of(small("fp16"), "onnxruntime-cuda") == "onnxruntime/model.cuda.onnx"
+
+
+def test_every_backend_has_a_file_of_a_bundle(small: Callable[[str], Bundle]) -> None:
+    def model_of(precision: str, backend: str) -> str:
+        return backends.REGISTRY[backend].model(small(precision).manifest)
+
+    assert model_of("fp32", "onnxruntime-tensorrt") == model_of("fp32", "tensorrt_rtx") == "tensorrt/model.onnx"
+    assert model_of("fp32", "onnxruntime-cuda") == model_of("fp32", "onnxruntime-cpu") == "onnxruntime/model.onnx"
+    assert model_of("fp16", "onnxruntime-cuda") == "onnxruntime/model.cuda.onnx"
+    assert model_of("fp32", "openvino") == "canonical.onnx"

@@ -47,12 +47,13 @@ from attnforge.model.data import real_data
 from attnforge.precision import precision_named
 from attnforge.runtime import cases
 from attnforge.runtime.backends import openvino_graph
-from attnforge.runtime.backends.openvino import graph_of
 from attnforge.runtime.backends.openvino_graph import prepared
+from attnforge.runtime.backends.registry import REGISTRY
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import rewrite
 
 FLOAT = ir.DataType.FLOAT
+graph_of = REGISTRY[OPENVINO].model
 WIDTH, TOKENS = 64, 12
 SHAPES = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=1, max=24)}}
 

@@ -33,7 +33,7 @@ from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends import openvino
 from attnforge.runtime.backends.openvino_graph import prepared
-from attnforge.runtime.backends.registry import fused_by, why_not_here
+from attnforge.runtime.backends.registry import REGISTRY, fused_by, why_not_here
 from attnforge.runtime.choose import choose_backend
 from attnforge.runtime.parity.verify import hold
 from tests.support.bundles import DeploySmall
@@ -483,7 +483,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_graph_with_blocks_is_what_openvino_runs(blocks: Bundle) -> None:
     manifest = blocks.manifest
     record = manifest.targets[OPENVINO]
-    assert record.model == openvino.graph_of(manifest) == "openvino/model.onnx" and record.tuning is None
+    assert record.model == REGISTRY["openvino"].model(manifest) == "openvino/model.onnx" and record.tuning is None
     forms = [site.targets[OPENVINO].form for site in manifest.attention.details]
     assert forms == ["MatMul·Softmax·MatMul, blocks of 16 × 31", "MatMul·Softmax·MatMul, 4 blocks"]
     with attnforge.load(blocks, "openvino") as session:
@@ -573,7 +573,7 @@ def test_its_weights_are_those_of_the_other_graphs(tmp_path: Path, monkeypatch: 
         bundle = attnforge.deploy(module, args, tmp_path / folder, shapes, targets=["onnxruntime"], tune=False)
         sizes.append(bundle.file("weights.data").stat().st_size)
         assert (OPENVINO in bundle.manifest.targets) == (many == 1)
-        assert openvino.graph_of(bundle.manifest) == ("openvino.model.onnx" if many == 1 else CANONICAL)
+        assert REGISTRY["openvino"].model(bundle.manifest) == ("openvino.model.onnx" if many == 1 else CANONICAL)
         feeds = feeds_of(bundle, batch=2, tokens=9)
         with attnforge.load(bundle, "openvino") as session, attnforge.load(bundle, "onnxruntime-cpu") as baseline:
             np.testing.assert_allclose(

@@ -48,7 +48,7 @@ class Driven(WholeSequences):
 
 def verified(bundle: Bundle, kind: type[Decoder]) -> BackendReport:
     """Verify a bundle whose steps are run by a given decoder class."""
-    backend = REGISTRY[BACKEND].open(bundle, BACKEND, Options())
+    backend = REGISTRY[BACKEND].open(bundle, Options())
     with Session(bundle, Driven(backend, bundle.manifest, kind)) as session:
         return hold(bundle, BACKEND, session.run, schedules=session.schedules)
 
