@@ -126,19 +126,10 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
         positions = _positions(op, query, first) if positions is None else positions
         interleaved = node.attributes.get_int("rotary_interleaved", 0)
         query, key = (_rotated(op, x, cosine, sine, positions, interleaved) for x in (query, key))
-    if first is not None:
-        key, value = (
-            like(op.op("TensorScatter", [past, new, first], {"axis": 2}), past)
-            for past, new in ((past_key, key), (past_value, value))
-        )
     present = key, value
-    if first is not None and added is not None:
-        end = op.Shape(added, start=3, end=4)
-        key, value = (
-            typed(op.Slice(x, constant(op, [0]), end, constant(op, [2])), x.dtype,
-                  [*dims_of(x)[:2], dims_of(added)[3], dims_of(x)[3]])
-            for x in (key, value)
-        )  # fmt: skip
+    if first is not None:
+        present = _in_buffer(op, (past_key, past_value), present, first)
+        key, value = (x if added is None else _as_long_as(op, x, added) for x in present)
     window = node.attributes.get_int("local_window_size", -1)
     reading = Reading(
         query, key, value, scale_of(node, query), is_causal=True, offset=offset,
@@ -279,6 +270,24 @@ def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, 
         tokens = ir.SymbolicDim(f"{past_size.dim()} + {size.dim()}")
     joined = op.Concat(past, now, axis=2)
     return typed(joined, now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
+
+
+def _in_buffer(
+    op: Builder, past: tuple[ir.Value, ir.Value], new: tuple[ir.Value, ir.Value], first: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Buffers `(B, H', slots, d)` of keys and values, with the new ones from slot `first` `(B,)` on."""
+    key, value = (
+        like(op.op("TensorScatter", [buffer, x, first], {"axis": 2}), buffer)
+        for buffer, x in zip(past, new, strict=True)
+    )
+    return key, value
+
+
+def _as_long_as(op: Builder, x: ir.Value, bias: ir.Value) -> ir.Value:
+    """The first keys or values, as many as a bias on four dims has."""
+    batch, heads, _, size = dims_of(x)
+    part = op.Slice(x, constant(op, [0]), op.Shape(bias, start=3, end=4), constant(op, [2]))
+    return typed(part, x.dtype, [batch, heads, dims_of(bias)[3], size])
 
 
 def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
