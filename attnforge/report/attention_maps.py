@@ -23,12 +23,14 @@ from attnforge.bundle import CANONICAL, Bundle, Case, Manifest, SiteRecord
 from attnforge.errors import first_line
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import decomposed, scores_of, sites_of
+from attnforge.export.graphs.attention import products
+from attnforge.export.graphs.attention_operators import read
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
 from attnforge.export.graphs.float64 import to_double
-from attnforge.export.graphs.nodes import input_of, optional_input
+from attnforge.export.graphs.nodes import input_of, rank_of
 from attnforge.export.graphs.parts import part_of, values_of
-from attnforge.export.graphs.rotary import turn_before_attention
+from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import band_of, of_all_pairs
 from attnforge.export.tensorrt.build import softmax_of
@@ -279,7 +281,6 @@ def _deployed(
 ) -> dict[str, Array | Callable[[], Array]]:
     """Return, for every site in the deployed model, the map of its first sample or a function that computes it."""
     model = whole_graph(bundle, bundle.manifest.targets[TARGET].model)
-    turn_before_attention(model)
     nodes = {node.name: node for node in model.graph}
     held: dict[str, str] = {}
     fused: dict[str, list[ir.Node]] = {}  # one node for all heads, or one per head
@@ -330,23 +331,16 @@ class FusedOperator:
         """Build the graph for the operator `node` of `model`."""
         given = [str(v.name) for v in node.inputs if v is not None and ir.convenience.get_const_tensor(v) is None]
         double = part_of(model, [str(node.outputs[0].name)], given)
-        is_capped = node.op_type == "Attention" and bool(node.attributes.get_float("softcap", 0.0))
-        mask = optional_input(node, 3) if is_capped else None
-        if mask is not None:  # added after the cap; `to_double` leaves that order open
-            (inner,) = (inside for inside in double.graph if inside.name == node.name)
-            mask = inner.inputs[3]
-            inner.replace_input_with(3, None)
-        to_double(double)
-        (softmax,) = (inside for inside in double.graph if inside.op_type == "Softmax")
-        if mask is not None:
-            softmax.replace_input_with(0, insert(double.graph, softmax, partial(_masked, input_of(softmax), mask)))
-        weights = part_of(double, [str(softmax.outputs[0].name)])
+        retype(double, FLOATS[:-1], DOUBLE)
+        (operator,) = (inside for inside in double.graph if inside.name == node.name)
+        maps = insert(double.graph, operator, lambda op: products(op, read(op, operator)).weights, stem="weights")
+        weights = part_of(double, [str(maps.name)])
+        to_double(weights)
         for value in values_of(weights).values():
             if not value.is_initializer():
                 value.shape = None  # it runs on one sample, even if the model has a fixed batch size
-        flat = [
-            str(v.name) for v in node.inputs[3:] if v is not None and v.shape is not None and len(v.shape) in (2, 3)
-        ]
+        masks = node.inputs[3:] if node.op_type == "Attention" else ()
+        flat = [str(v.name) for v in masks if v is not None and rank_of(v) in (2, 3)]
         inputs = [str(value.name) for value in weights.graph.inputs]
         return cls(weights, inputs, str(input_of(node).name), flat, band_of(node))
 
@@ -360,18 +354,12 @@ class FusedOperator:
             for name in self.inputs
         }
         for value in self.model.graph.inputs:
-            if value.dtype is None:  # computed from sizes by a lowering, or a mask, which the graph takes as double
+            if not value.dtype:  # computed from sizes by a lowering, or a mask, which the graph takes as double
                 if is_floating(array := first[str(value.name)]):
                     first[str(value.name)] = array.astype(np.float64)
                 value.dtype = ir.DataType.from_numpy(first[str(value.name)].dtype)
         (weights,) = as_it_is(self.model)(first).values()
         return weights
-
-
-def _masked(scores: ir.Value, mask: ir.Value, op: Builder) -> ir.Value:
-    if mask.dtype == ir.DataType.BOOL:
-        return op.Where(mask, scores, constant(op, -np.inf, ir.DataType.DOUBLE))
-    return op.Add(scores, mask)
 
 
 def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, sizes: tuple[int, int, int]) -> Array:

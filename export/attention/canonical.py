@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import Dims, Layout, Size, Sized, rearrange
+from attnforge.export.attention.layout import Dims, Layout, Sized, rearrange
 from attnforge.export.attention.operands import Operand
+from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.build import Builder, dims_of, typed
-from attnforge.export.graphs.float64 import SILENT_ROWS
 from attnforge.export.graphs.nodes import input_of, optional_input
+from attnforge.export.graphs.sizes import Size
 
 QUERY, KEY, VALUE = ("B", "H", "n_q", "d_k"), ("B", "H_kv", "n_k", "d_k"), ("B", "H_kv", "n_k", "d_v")
 SCORES, OUTPUT = ("B", "H", "n_q", "n_k"), ("B", "H", "n_q", "d_v")

@@ -15,15 +15,18 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import described
 from attnforge.export.attention.emit import emit
-from attnforge.export.attention.layout import Layout, LayoutError
-from attnforge.export.attention.operands import NotAttention, Position
-from attnforge.export.attention.operators import READERS, is_standard, scale_of, standard
+from attnforge.export.attention.layout import Layout
+from attnforge.export.attention.operands import Position
+from attnforge.export.attention.operators import is_standard, standard
 from attnforge.export.attention.softmax import restore_softmax
 from attnforge.export.attention.unrecognised import unrecognised
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
+from attnforge.export.graphs.attention import NotAttention
+from attnforge.export.graphs.attention_operators import READERS, scale_of
 from attnforge.export.graphs.nodes import input_of, is_op
 from attnforge.export.graphs.passes import SitesResult
+from attnforge.export.graphs.sizes import LayoutError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import ONE, Size, sizes_of
-from attnforge.export.attention.operands import NotAttention, factor_of
+from attnforge.export.attention.operands import factor_of
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
 Label = str | None
 """The name of a dim in a product; None for a broadcast dim."""

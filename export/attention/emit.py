@@ -18,9 +18,10 @@ from attnforge.export.attention.masking import (
     with_sinks,
     with_zeros,
 )
-from attnforge.export.attention.operands import NotAttention, Operand, TensorScale, strip_factors
+from attnforge.export.attention.operands import Operand, TensorScale, strip_factors
 from attnforge.export.attention.walk_back import Scores
 from attnforge.export.attention.walk_forward import Weights, WeightSteps
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value
 from attnforge.export.graphs.nodes import input_of, is_op
 

@@ -11,12 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
-from attnforge.export.attention.layout import ONE, Layout, sizes_of
-from attnforge.export.attention.operands import NotAttention, Operand, same_value, without_not
+from attnforge.export.attention.layout import Layout
+from attnforge.export.attention.operands import Operand, same_value, without_not
 from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
 from attnforge.export.attention.walk_forward import WeightSteps, Zeroing
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
 from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, optional_input
+from attnforge.export.graphs.sizes import ONE, sizes_of
 
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
 

@@ -8,22 +8,10 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import (
-    ONE,
-    Axis,
-    Dims,
-    Layout,
-    before_views,
-    is_expand,
-    is_size_of,
-    is_view,
-    sizes_of,
-)
+from attnforge.export.attention.layout import Axis, Dims, Layout, before_views, is_expand, is_view
+from attnforge.export.graphs.attention import NotAttention as NotAttention
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input
-
-
-class NotAttention(Exception):
-    """A graph is not attention that a canonical node can compute; the message gives a reason that a user can act on."""
+from attnforge.export.graphs.sizes import ONE, is_size_of, sizes_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from attnforge.export.attention.contraction import contraction_of, is_product
-from attnforge.export.attention.layout import ONE, LayoutError, Size, sizes_of
-from attnforge.export.attention.operands import NotAttention
-from attnforge.export.graphs.nodes import VIEWS, inputs_of, is_op
+from attnforge.export.graphs.attention import NotAttention
+from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs
+from attnforge.export.graphs.sizes import ONE, LayoutError, Size, sizes_of
 
 _LINEAR = VIEWS | {
     "Add", "BatchNormalization", "Cast", "Concat", "Conv", "Div", "Dropout", "Einsum", "Expand", "Gather", "Gemm",
@@ -48,21 +48,12 @@ def unrecognised(graph: ir.Graph, known: Collection[ir.Node]) -> Iterator[Unreco
         graph: a graph whose other attention is canonical.
         known: softmax nodes whose sites are known.
     """
-    computed = _computed(graph)
+    computed = dependent_on_inputs(graph)
     for node in graph:
         pairs = _pairs_of(node) if is_product(node) and _both_in(node, computed) else None
         found = _to_second_product(node, pairs, computed, known) if pairs is not None else None
         if found is not None:
             yield found
-
-
-def _computed(graph: ir.Graph) -> set[ir.Value]:
-    """The values that depend on the contents of the inputs, and not on their shapes alone."""
-    computed = set(graph.inputs)
-    for node in graph:
-        if not is_op(node, "Shape", "Size") and any(value in computed for value in inputs_of(node)):
-            computed.update(node.outputs)
-    return computed
 
 
 def _both_in(product: ir.Node, computed: set[ir.Value]) -> bool:

@@ -16,19 +16,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.contraction import Label, Side, contraction_of, is_product
-from attnforge.export.attention.layout import (
-    ONE,
-    Axis,
-    Dims,
-    Layout,
-    LayoutError,
-    before_view,
-    before_views,
-    is_view,
-    sizes_of,
-)
+from attnforge.export.attention.layout import Axis, Dims, Layout, before_view, before_views, is_view
 from attnforge.export.attention.operands import (
-    NotAttention,
     Operand,
     Position,
     TensorScale,
@@ -41,7 +30,9 @@ from attnforge.export.attention.operands import (
     without_not,
 )
 from attnforge.export.attention.softmax import before_casts
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import VIEWS, input_of, inputs_of, is_op
+from attnforge.export.graphs.sizes import ONE, LayoutError, sizes_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from attnforge.export.attention.contraction import Label, contraction_of, is_product, sum_of
-from attnforge.export.attention.layout import Axis, Dims, Layout, LayoutError, after_view, is_view, sizes_of
+from attnforge.export.attention.layout import Axis, Dims, Layout, after_view, is_view
 from attnforge.export.attention.operands import (
-    NotAttention,
     Operand,
     Position,
     TensorScale,
@@ -29,7 +28,9 @@ from attnforge.export.attention.operands import (
     without_not,
 )
 from attnforge.export.attention.walk_back import Ended, Sink
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, optional_input
+from attnforge.export.graphs.sizes import LayoutError, sizes_of
 
 
 @dataclass(frozen=True)

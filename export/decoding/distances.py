@@ -25,7 +25,6 @@ from attnforge.arrays import Array
 from attnforge.errors import UsageError
 from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Quotient, Variable
 from attnforge.export.attention.indices import START, Index, broadcast
-from attnforge.export.attention.layout import ONE, Size
 from attnforge.export.attention.mask_numbers import Between, Choice, Leaf, Number, Table, Whole
 from attnforge.export.attention.mask_reader import BOOL, MOST_DEPTH, Reader
 from attnforge.export.attention.masking import NEGLIGIBLE
@@ -34,6 +33,7 @@ from attnforge.export.attention.truth import ALWAYS, NEVER, Truth, at_least_zero
 from attnforge.export.attention.visibility import Visibility, scores_index
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of, optional_input
+from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.lowering.attention import Slopes
 
 PAIR = (Variable.QUERY, Variable.KEY)

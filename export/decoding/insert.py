@@ -26,7 +26,7 @@ from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.emit import shared_heads
-from attnforge.export.attention.layout import Layout, Size, rearrange
+from attnforge.export.attention.layout import Layout, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.attention.visibility import Visibility, visibility
@@ -36,6 +36,7 @@ from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.build import Builder, constant, insert, like, typed
 from attnforge.export.graphs.nodes import numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask

@@ -14,9 +14,19 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from attnforge.errors import UsageError
-from attnforge.export.attention.layout import Size
 from attnforge.export.attention.roles import SHAPE_INPUTS
-from attnforge.export.graphs.nodes import BY_ELEMENT, VIEWS, constant_of, input_of, inputs_of, optional_input, rank_of
+from attnforge.export.graphs.nodes import (
+    BY_ELEMENT,
+    VIEWS,
+    constant_of,
+    dependent_on_inputs,
+    input_of,
+    inputs_of,
+    is_op,
+    optional_input,
+    rank_of,
+)
+from attnforge.export.graphs.sizes import Size
 
 ALONG_AXES = frozenset((
     "ArgMax", "ArgMin", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
@@ -52,16 +62,11 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
         graph: a graph whose inputs are all tokens.
         tokens: the symbol of the number of tokens.
     """
-    kinds = Kinds(set(graph.inputs))
+    kinds = Kinds(dependent_on_inputs(graph))
     for node in graph:
-        given = inputs_of(node)
-        if node.op_type in ("Shape", "Size") and node.domain == "":
-            if given[0] in kinds.by_count or has_tokens(given[0], tokens):
-                kinds.by_count.update(node.outputs)
-        elif any(value in kinds.by_token for value in given):
-            kinds.by_token.update(node.outputs)
-        elif any(value in kinds.by_count for value in given):
-            kinds.by_count.update(node.outputs)
+        is_size = is_op(node, "Shape", "Size") and has_tokens(input_of(node), tokens)
+        if is_size or not kinds.by_count.isdisjoint(node.inputs):
+            kinds.by_count.update(output for output in node.outputs if output not in kinds.by_token)
     return kinds
 
 

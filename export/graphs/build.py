@@ -69,6 +69,13 @@ def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Val
     return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
 
 
+def numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
+    """Write `0, 1, …`, int64, as long as axis `axis` of `x`."""
+    length = op.Gather(op.Shape(x), constant(op, axis))
+    indices = op.Range(constant(op, 0), length, constant(op, 1))
+    return indices if x.shape is None else typed(indices, ir.DataType.INT64, [dims_of(x)[axis]])
+
+
 def insert(
     graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False, stem: str | None = None
 ) -> ir.Value:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -20,9 +20,11 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.graphs.build import Builder, constant, insert
-from attnforge.export.graphs.nodes import inputs_of, optional_input, rank_of
-from attnforge.export.graphs.rotary import turn_before_attention
+from attnforge.export.graphs.attention import NotAttention, products
+from attnforge.export.graphs.attention_operators import READERS, read
+from attnforge.export.graphs.build import Builder, constant, insert, numbered
+from attnforge.export.graphs.nodes import inputs_of, is_op, is_used, optional_input
+from attnforge.export.graphs.sizes import LayoutError
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 
 FIRST_OPSET = 13
@@ -34,12 +36,10 @@ FUNCTIONS = (
 )
 """Operators without a double kernel whose ONNX function body is exact in double."""
 
+ROTARY_OPSET = 23
+"""The first opset with RotaryEmbedding."""
+
 _NORMALIZATIONS = ("GroupNormalization", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
-
-
-SILENT_ROWS = "attnforge.silent_rows"
-"""Metadata of an Attention node: what a fully masked row gets. `nan`, as from a bare softmax; without this entry zeros,
-as the operator specifies."""
 
 
 class NoDoublePath(Exception):
@@ -57,28 +57,16 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
     Raises:
         NoDoublePath: an operator in a form that is not decomposed here.
     """
-    narrow = [dtype for dtype in FLOATS if dtype != DOUBLE]
-    modified = turn_before_attention(model).modified
-    modified |= retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
+    graph, narrow = model.graph, [dtype for dtype in FLOATS if dtype != DOUBLE]
+    modified = retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
+    modified |= _decompose(graph, dict.fromkeys(READERS, _attention))
+    if any(is_op(node, "RotaryEmbedding") for node in graph):
+        graph.opset_imports[""] = max(graph.opset_imports.get("", 0), ROTARY_OPSET)
     modified |= inline_functions(model).modified
-    for node in list(model.graph):
-        if node.domain == "" and node.op_type in _NORMALIZATIONS:
+    for node in model.graph:
+        if is_op(node, *_NORMALIZATIONS):
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
-        write = _DECOMPOSITIONS.get((node.domain, node.op_type))
-        if write is None:
-            continue
-        modified = True
-        try:
-            results = _written(model.graph, node, write)
-        except NoDoublePath as error:
-            raise NoDoublePath(f"{node.op_type} ({node.name}): {error}") from error
-        for old, new in zip(node.outputs, results, strict=False):
-            new.type, new.shape = old.type, old.shape
-            if old.is_graph_output():
-                old.name, new.name = f"{old.name}/replaced", old.name
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        if any(output.uses() for output in node.outputs):
-            raise NoDoublePath(f"{node.op_type} ({node.name}): output {len(results)} is used")
+    modified |= _decompose(model.graph, _DECOMPOSITIONS)
     RemoveUnusedNodesPass()(model)
     return PassResult(model, modified)
 
@@ -86,15 +74,32 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
 Write = Callable[[Builder, ir.Node], list[ir.Value]]
 
 
-def _written(graph: ir.Graph, node: ir.Node, write: Write) -> list[ir.Value]:
-    results: list[ir.Value] = []
+def _decompose(graph: ir.Graph, decompositions: Mapping[tuple[str, str], Write]) -> bool:
+    """Decompose every operator of a graph that `decompositions` has; return whether there is one.
 
-    def build(op: Builder) -> ir.Value:
-        results.extend(write(op, node))
-        return results[0]
+    Raises:
+        NoDoublePath: an operator in a form that is not decomposed, or a further output of it is used.
+    """
+    nodes = [node for node in graph if (node.domain, node.op_type) in decompositions]
+    for node in nodes:
+        results: list[ir.Value] = []
 
-    insert(graph, node, build, stem=f"{node.name or node.op_type}/in double")  # a lowering used the node's own name
-    return results
+        def build(op: Builder, node: ir.Node = node, results: list[ir.Value] = results) -> ir.Value:
+            results += decompositions[node.domain, node.op_type](op, node)
+            return results[0]
+
+        try:
+            insert(graph, node, build, stem=f"{node.name or node.op_type}/in double")  # a lowering used its own name
+        except NoDoublePath as error:
+            raise NoDoublePath(f"{node.op_type} ({node.name}): {error}") from error
+        for old, new in zip(node.outputs, results, strict=False):
+            new.type, new.shape = old.type, old.shape
+            if old.is_graph_output():
+                old.name, new.name = f"{old.name}/replaced", old.name
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        if any(map(is_used, node.outputs)):
+            raise NoDoublePath(f"{node.op_type} ({node.name}): output {len(results)} is used")
+    return bool(nodes)
 
 
 def inline_functions(model: ir.Model) -> PassResult:
@@ -271,7 +276,7 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
     words = op.Gather(_input(node, 2), _input(node, 0))
     positions, segments, mask = optional_input(node, 8), optional_input(node, 1), optional_input(node, 7)
     if positions is None:
-        positions = _numbered(op, _input(node, 0), 1)
+        positions = numbered(op, _input(node, 0), 1)
     total = op.Add(words, op.Gather(_input(node, 3), positions))
     if segments is not None:
         total = op.Add(total, op.Gather(_input(node, 4), segments))
@@ -285,189 +290,18 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """ai.onnx Attention with heads packed or not, grouped heads, a mask, a causal flag, windows or a past."""
-    query, key, value = (_input(node, i) for i in range(3))
-    heads, shared = node.attributes.get_int("q_num_heads"), node.attributes.get_int("kv_num_heads")
-    packed = heads is not None and shared is not None and (query.shape is None or len(query.shape) == 3)
-    if packed:
-        assert heads is not None and shared is not None
-        query, key, value = (_apart(op, v, h) for v, h in ((query, heads), (key, shared), (value, shared)))
-    else:
-        heads, shared = (int(v.shape[1]) if v.shape is not None else 0 for v in (query, key))  # type: ignore[arg-type]
-    mask, past_key, past_value = (optional_input(node, i) for i in (3, 4, 5))
-    causal, softcap = node.attributes.get_int("is_causal", 0), node.attributes.get_float("softcap", 0.0)
-    left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
-    near = _in_window(op, query, key, left, 0 if causal else right)
-    if (past_key is not None and near) or (softcap and (mask is not None or near)) or optional_input(node, 6):
-        raise NoDoublePath("it has a causal flag or a window with a past, a soft cap with a mask, or lengths")
-    if past_key is not None and past_value is not None:
-        key, value = op.Concat(past_key, key, axis=2), op.Concat(past_value, value, axis=2)
-    present = [key, value]
-    assert heads is not None and shared is not None
-    if shared:
-        key, value = _repeated(op, (key, value), heads, shared)
-    scores = _scores(op, query, key, node.attributes.get_float("scale"))
-    if softcap:
-        scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
-    if mask is not None:
-        boolean = mask.dtype == ir.DataType.BOOL
-        scores = op.Where(mask, scores, _number(op, -np.inf)) if boolean else op.Add(scores, mask)
-    for condition in near:
-        scores = op.Where(condition, scores, _number(op, -np.inf))
-    result = op.MatMul(op.Softmax(scores, axis=-1), value)
-    if (mask is not None or left >= 0) and node.metadata_props.get(SILENT_ROWS) != "nan":  # zeros for fully masked rows
-        highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
-        result = op.Where(op.Equal(highest, _number(op, -np.inf)), _number(op, 0), result)
-    return [_joined(op, result) if packed else result, *present]
+    """An operator of :data:`~attnforge.export.graphs.attention_operators.READERS`.
 
-
-def _multi_head_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """com.microsoft MultiHeadAttention on separate query, key and value."""
-    query, key, value, bias = _input(node, 0), optional_input(node, 1), optional_input(node, 2), optional_input(node, 3)
-    if key is None or value is None or any(optional_input(node, i) for i in (6, 7, 8, 9)):
-        raise NoDoublePath("it has packed operands or a past")
-    heads = node.attributes.get_int("num_heads") or 1
-    four = key.shape is not None and len(key.shape) == 4
-    if bias is not None:
-        if four or query.shape is None or not isinstance(query.shape[-1], int):
-            raise NoDoublePath("it has a bias on keys on four dims")
-        width = query.shape[-1]
-        ends = [0, width, 2 * width, np.iinfo(np.int64).max]
-        parts = [op.Slice(bias, constant(op, [a]), constant(op, [b])) for a, b in itertools.pairwise(ends)]
-        query, key, value = (op.Add(v, part) for v, part in zip((query, key, value), parts, strict=True))
-    query = _apart(op, query, heads)
-    if not four:
-        key, value = _apart(op, key, heads), _apart(op, value, heads)
-    return [_microsoft(op, node, query, key, value, optional_input(node, 4), optional_input(node, 5))]
-
-
-def _group_query_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """com.microsoft GroupQueryAttention on separate query, key and value: causal, optionally within a window, over each
-    sample's first tokens, or after those of a past in a buffer of fixed size. A bias has as many keys as the longest
-    sample."""
-    attributes, lengths = node.attributes, _input(node, 5)
-    special = attributes.get_int("do_rotary", 0) or attributes.get_int("smooth_softmax", 0)
-    past = [value for i in (3, 4) if (value := optional_input(node, i)) is not None]
-    bias = optional_input(node, 10)
-    others = [i for i in range(7, len(node.inputs)) if optional_input(node, i) not in (None, bias)]
-    if others or special or len(past) == 1 or (bias is not None and not past):
-        raise NoDoublePath("it has a rotary embedding, a sink, a bias without a past, or a past of keys alone")
-    heads, shared = attributes.get_int("num_heads") or 1, attributes.get_int("kv_num_heads") or 1
-    query, *present = (_apart(op, _input(node, i), count) for i, count in enumerate((heads, shared, shared)))
-    last = op.Cast(lengths, to=ir.DataType.INT64.value)  # the index of each sample's last key
-    count = op.Shape(query, start=2, end=3)
-    first = op.Sub(op.Add(last, constant(op, [1])), count) if past else op.Mul(last, constant(op, [0]))
-    if past:
-        present = [op.op("TensorScatter", [x, new, first], {"axis": 2}) for x, new in zip(past, present, strict=True)]
-    key, value = _repeated(op, present, heads, shared)
-    if bias is not None:
-        end = op.Shape(bias, start=3, end=4)
-        key, value = (op.Slice(x, constant(op, [0]), end, constant(op, [2])) for x in (key, value))
-    scores = _scores(op, query, key, attributes.get_float("scale", 0.0) or None)
-    if softcap := attributes.get_float("softcap", 0.0):
-        scores = op.Mul(op.Tanh(op.Div(scores, _number(op, softcap))), _number(op, softcap))
-    if bias is not None:
-        scores = op.Add(scores, bias)
-    last, first = (op.Reshape(x, constant(op, [-1, 1, 1, 1])) for x in (last, first))
-    columns = _numbered(op, key, 2)
-    rows = op.Add(first, op.Reshape(_numbered(op, query, 2), constant(op, [1, 1, -1, 1])))  # each query's own key
-    seen = op.And(op.LessOrEqual(columns, rows), op.LessOrEqual(columns, last))
-    if (window := attributes.get_int("local_window_size", -1) or -1) > 0:
-        seen = op.And(seen, op.Greater(columns, op.Sub(rows, constant(op, window))))
-    result = op.MatMul(op.Softmax(op.Where(seen, scores, _number(op, -np.inf)), axis=-1), value)
-    return [_joined(op, result), *present]
-
-
-def _repeated(op: Builder, operands: Sequence[ir.Value], heads: int, shared: int) -> list[ir.Value]:
-    """Keys and values `(B, shared, n, d)` as `(B, heads, n, d)`."""
-    if heads == shared:
-        return list(operands)
-    index = constant(op, np.repeat(np.arange(shared), heads // shared))
-    return [op.Gather(x, index, axis=1) for x in operands]
-
-
-def _packed_attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """com.microsoft Attention, which includes the projections of query, key and value."""
-    if any(optional_input(node, i) for i in (4, 6)) or node.attributes.get_int("do_rotary") == 1:
-        raise NoDoublePath("it has a past or a rotary embedding")
-    weight, bias, heads = _input(node, 1), optional_input(node, 2), node.attributes.get_int("num_heads") or 1
-    if weight.shape is None or not isinstance(weight.shape[1], int):
-        raise NoDoublePath("the size of its weights is not known")
-    widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [weight.shape[1] // 3] * 3)
-    product = op.MatMul(_input(node, 0), weight)
-    if bias is not None:
-        product = op.Add(product, bias)
-    ends = [0, *itertools.accumulate(widths)]
-    parts = [
-        op.Slice(product, constant(op, [a]), constant(op, [b]), constant(op, [2])) for a, b in itertools.pairwise(ends)
-    ]
-    query, key, value = (_apart(op, part, heads) for part in parts)
-    return [_microsoft(op, node, query, key, value, optional_input(node, 3), optional_input(node, 5))]
-
-
-def _microsoft(
-    op: Builder,
-    node: ir.Node,
-    query: ir.Value,
-    key: ir.Value,
-    value: ir.Value,
-    mask: ir.Value | None,
-    bias: ir.Value | None,
-) -> ir.Value:
-    """The common part of com.microsoft's two operators, which add a number to the scores of masked keys."""
-    scores = _scores(op, query, key, node.attributes.get_float("scale") or None)
-    if bias is not None:
-        scores = op.Add(scores, bias)
-    number = _number(op, node.attributes.get_float("mask_filter_value", -10000.0) or 0.0)
-    if mask is not None:
-        scores = op.Add(scores, op.Where(_kept_keys(op, mask, key), _number(op, 0), number))
-    if node.attributes.get_int("unidirectional", 0):
-        (not_later,) = _in_window(op, query, key, -1, 0)
-        scores = op.Where(not_later, scores, _number(op, -np.inf))
-    return _joined(op, op.MatMul(op.Softmax(scores, axis=-1), value))
-
-
-def _kept_keys(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
-    """`mask`, which gives the keys that count or their number, as a condition on the scores."""
-    rank = rank_of(mask)
-    if rank == 1:
-        count = op.Reshape(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, [-1, 1, 1, 1]))
-        return op.Less(_numbered(op, key, 2), count)
-    if rank not in (2, 3):
-        raise NoDoublePath(f"its mask has {rank} dims; 1, 2 or 3 are supported")
-    kept = op.Greater(op.Cast(mask, to=ir.DataType.INT64.value), constant(op, 0))
-    return op.Unsqueeze(kept, constant(op, [1, 2] if rank == 2 else [1]))
-
-
-def _scores(op: Builder, query: ir.Value, key: ir.Value, scale: float | None) -> ir.Value:
-    if scale is None:
-        size = op.Cast(op.Gather(op.Shape(query), constant(op, 3)), to=DOUBLE.value)
-        query = op.Div(query, op.Sqrt(size))
-    else:
-        query = op.Mul(query, _number(op, scale))
-    return op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
-
-
-def _in_window(op: Builder, query: ir.Value, key: ir.Value, left: int, right: int) -> list[ir.Value]:
-    """Conditions on the scores: a key is at most `left` before the query and `right` after it; -1 for no limit."""
-    ahead = op.Sub(_numbered(op, key, 2), op.Unsqueeze(_numbered(op, query, 2), constant(op, [1])))
-    conditions = [op.GreaterOrEqual(ahead, constant(op, -left))] if left >= 0 else []
-    return conditions + ([op.LessOrEqual(ahead, constant(op, right))] if right >= 0 else [])
-
-
-def _numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
-    """`0, 1, …`, as long as axis `axis` of `x`."""
-    return op.Range(constant(op, 0), op.Gather(op.Shape(x), constant(op, axis)), constant(op, 1))
-
-
-def _apart(op: Builder, x: ir.Value, heads: int) -> ir.Value:
-    """`(B, n, H·d)` as `(B, H, n, d)`."""
-    return op.Transpose(op.Reshape(x, constant(op, [0, 0, heads, -1])), perm=[0, 2, 1, 3])
-
-
-def _joined(op: Builder, x: ir.Value) -> ir.Value:
-    """`(B, H, n, d)` as `(B, n, H·d)`."""
-    return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), constant(op, [0, 0, -1]))
+    Opsets differ in whether ai.onnx Attention caps scores before or after it masks them.
+    """
+    try:
+        reading = read(op, node)
+        is_masked = reading.masks or reading.is_causal or reading.is_windowed
+        if node.domain == "" and reading.softcap and is_masked:
+            raise NoDoublePath("it has a soft cap with a mask, a causal flag or a window")
+        return [products(op, reading).output, *reading.present]
+    except (NotAttention, LayoutError) as error:
+        raise NoDoublePath(str(error)) from error
 
 
 def _input(node: ir.Node, i: int) -> ir.Value:
@@ -482,7 +316,6 @@ def _recurrent(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
-    ("", "Attention"): _attention,
     ("", "Conv"): _conv,
     ("", "Erf"): _erf,
     ("", "Gelu"): _gelu,
@@ -491,13 +324,10 @@ _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
     ("", "HardSwish"): _hard_swish,
     ("", "LSTM"): _recurrent,
     ("", "Mean"): _mean,
-    ("com.microsoft", "Attention"): _packed_attention,
     ("com.microsoft", "BiasGelu"): _gelu,
     ("com.microsoft", "EmbedLayerNormalization"): _embed_layer_norm,
     ("com.microsoft", "FastGelu"): _gelu,
     ("com.microsoft", "Gelu"): _gelu,
-    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
-    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
     ("com.microsoft", "QuickGelu"): _quick_gelu,
     ("com.microsoft", "SkipLayerNormalization"): _skip_layer_norm,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_layer_norm,

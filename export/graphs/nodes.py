@@ -25,6 +25,15 @@ BY_ELEMENT = frozenset((
 """Elementwise operators: every number depends on those at the same position."""
 
 
+def dependent_on_inputs(graph: ir.Graph) -> set[ir.Value]:
+    """The values that depend on the contents of a graph's inputs, and not on their shapes alone."""
+    dependent = set(graph.inputs)
+    for node in graph:
+        if not is_op(node, "Shape", "Size") and not dependent.isdisjoint(node.inputs):
+            dependent.update(node.outputs)
+    return dependent
+
+
 def is_op(node: ir.Node | None, *op_types: str) -> TypeGuard[ir.Node]:
     """Whether a node is one of the given operators of ai.onnx."""
     return node is not None and node.domain == "" and node.op_type in op_types
@@ -50,6 +59,11 @@ def inputs_of(node: ir.Node) -> list[ir.Value]:
 def maker_of(value: ir.Value | None) -> ir.Node | None:
     """The node that computes a value; None for an input or weight, or if there is no value."""
     return value.producer() if value is not None else None
+
+
+def is_used(value: ir.Value) -> bool:
+    """Whether a node reads a value, or the graph returns it."""
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def rank_of(value: ir.Value | None) -> int:

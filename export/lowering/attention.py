@@ -24,8 +24,8 @@ from attnforge.export.attention.layout import (
 )
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.visibility import visibility
+from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
-from attnforge.export.graphs.float64 import SILENT_ROWS
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
 from attnforge.export.lowering.band import Band, Residue, band_of, causal_prefix_of, is_triangle, residue_of
 

@@ -15,7 +15,7 @@ from attnforge.export.attention.affine import ZERO
 from attnforge.export.attention.mask_blocks import why_not_by_blocks, why_not_by_key
 from attnforge.export.attention.regions import Interval, Region
 from attnforge.export.attention.visibility import Visibility
-from attnforge.export.graphs.float64 import SILENT_ROWS
+from attnforge.export.graphs.attention import SILENT_ROWS
 
 Residue = Literal["none", "by key", "other"]
 

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from attnforge.errors import CaptureError, UntrustedError, UsageError, raised_as
-from attnforge.export.sources.specs import check_range
+from attnforge.export.sources.specs import Ranges, check_ranges
 from attnforge.quiet import quiet
 
 UNREADABLE = "cannot be read as an exported program"
@@ -60,7 +60,7 @@ def load_program(file: Path, trusted: bool = False) -> ExportedProgram:
         return torch.export.load(file)
 
 
-def open_program(program: ExportedProgram, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Opened:
+def open_program(program: ExportedProgram, ranges: Ranges | None = None) -> Opened:
     """Turn `program` into a module that takes its tensors by position, with its own example inputs.
 
     A dynamic dim is named after the first input that has it (`x_dim0`), because programs do not keep the names of Dims.
@@ -179,7 +179,7 @@ def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[
     return kind_of_program(inner, leaves, spec, float_type)
 
 
-def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Ranges) -> dict[str, dict[int, Any]]:
     """`torch.export`'s dynamic shapes, from the shapes of the program's inputs and the bounds of their symbols."""
     shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in example}
     names: dict[Any, str] = {}
@@ -209,24 +209,20 @@ def _dim(expression: Any, dims: Mapping[Any, Any]) -> Any:
 
 
 def _bounded(
-    program: ExportedProgram, names: Mapping[Any, str], sizes: Mapping[Any, int], ranges: Mapping[str, Any]
+    program: ExportedProgram, names: Mapping[Any, str], sizes: Mapping[Any, int], ranges: Ranges
 ) -> dict[Any, Any]:
     """A Dim for every symbol.
 
     Raises:
         UsageError: a symbol has no upper bound, or a range does not fit.
     """
-    if unknown := set(ranges) - set(names.values()):
-        raise UsageError(
-            f"the program has no dynamic dim {min(unknown)!r}; it has {', '.join(names.values()) or 'none'}"
-        )
+    check_ranges(ranges, names.values(), "the program")
     dims: dict[Any, Any] = {}
     missing: list[str] = []
     for symbol, name in names.items():
         bounds = program.range_constraints[symbol]
         low, high = max(int(bounds.lower), 1), bounds.upper
         if name in ranges:
-            check_range(name, ranges[name])
             if ranges[name][0] < low or ranges[name][1] != sizes[symbol]:
                 raise UsageError(
                     f"the range of {name!r} is {':'.join(map(str, ranges[name]))}; the least size must be {low} or "

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,16 +72,8 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
         UnknownNameError: no registered model or option has that name.
         UsageError: the callable cannot be imported, or returns something else.
     """
-    path = None if weights is None else os.fspath(weights)
-    if model.startswith(HUGGING_FACE):
-        return _from_hugging_face(model, options, path)
-    if ":" not in model:
-        example = build_model(model, weights=weights, **options)
-        random = f"all, seed {SEED}" if path is None and MODELS[model].weights is None else None
-        return example, Source(
-            kind="registered", name=model, options=dict(options), weights=path, random_weights=random
-        )
-    return _from_callable(model, options, path)
+    kind = "huggingface" if model.startswith(HUGGING_FACE) else "callable" if ":" in model else "registered"
+    return KINDS[kind](model, options, None if weights is None else os.fspath(weights))
 
 
 def texts_of(model: str) -> tuple[Path | None, list[int]]:
@@ -93,6 +85,12 @@ def texts_of(model: str) -> tuple[Path | None, list[int]]:
     if (registered := MODELS.get(model)) is not None:
         return registered.tokenizer, list(registered.stop)
     return None, []
+
+
+def _registered(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+    example = build_model(model, weights=weights, **options)
+    random = f"all, seed {SEED}" if weights is None and MODELS[model].weights is None else None
+    return example, Source(kind="registered", name=model, options=dict(options), weights=weights, random_weights=random)
 
 
 def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
@@ -113,6 +111,23 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
     example = huggingface.example(model.removeprefix(HUGGING_FACE), **options)
     random = getattr(example.module, "random_weights", None)
     return example, Source(kind="huggingface", name=model, options=dict(options), random_weights=random)
+
+
+def _from_program(file: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+    from attnforge.export.sources.exported_program import as_module, load_program
+
+    module, args = as_module(load_program(Path(file), trusted=True))
+    return Example(module, tuple(args.values()), None), Source(kind="program", name=file, options=dict(options))
+
+
+KINDS: Mapping[str, Callable[[str, Mapping[str, Any], str | None], tuple[Example, Source]]] = {
+    "registered": _registered,
+    "callable": _from_callable,
+    "huggingface": _from_hugging_face,
+    "program": _from_program,
+}
+"""By the kind of a source, a function from its name, options and weights to the module and the manifest's record.
+Whoever calls it for a manifest's record checks first that the source is trusted."""
 
 
 def check_trusted(source: Source, trusted: bool) -> None:
@@ -153,17 +168,8 @@ def rebuild(source: Source, trusted: bool = False) -> Example:
             f"the bundle was deployed from an ONNX graph ({source.name}), so there is no torch module and no eager peer"
         )
     check_trusted(source, trusted)
-    match source.kind:  # by kind alone: the author of the manifest chooses what a name looks like
-        case "program":
-            from attnforge.export.sources.exported_program import as_module, load_program
-
-            module, args = as_module(load_program(Path(source.name), trusted))
-            return Example(module, tuple(args.values()), None)
-        case "huggingface":
-            return _from_hugging_face(source.name, source.options, source.weights)[0]
-        case "registered":
-            return build_model(source.name, weights=source.weights, **source.options)
-    return _from_callable(source.name, source.options, source.weights)[0]
+    # by kind alone: the author of the manifest chooses what a name looks like
+    return KINDS[source.kind](source.name, source.options, source.weights)[0]
 
 
 def _call(model: str, options: Mapping[str, Any]) -> Example:

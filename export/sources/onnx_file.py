@@ -31,12 +31,9 @@ from attnforge.export.sources.onnx_check import check, check_certain, check_file
 from attnforge.export.sources.original import Original
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
-from attnforge.export.sources.specs import Dims, check_range, note_example, output_spec, spec_of
+from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.cases import make_inputs, shape_of
-
-Ranges = Mapping[str, tuple[int, int, int]]
-"""Least, usual and largest size of every dynamic dim, by its name in the graph."""
 
 SMALL = 2**16
 """Bytes up to which a weight in another file is read immediately."""
@@ -217,16 +214,13 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
             bounds = ranges.get(name)
             dims.append(bounds[0] if bounds and bounds[0] == bounds[2] else ir.SymbolicDim(name))
         value.shape = ir.Shape(dims)
-    if unknown := [name for name in ranges if name not in first]:
-        raise UsageError(f"{file} has no dynamic dim {unknown[0]!r}; it has {', '.join(first) or 'none'}")
+    check_ranges(ranges, first, file)
     if missing := {name: where for name, where in first.items() if name not in ranges}:
         raise UsageError(
             f"{file} has dynamic dims without a range: {', '.join(f'{n} ({w})' for n, w in missing.items())}; give "
             f"each its least, usual and largest size: {' '.join(f'--dim {name}=1:4:16' for name in missing)} "
             f"(dynamic_shapes={{{', '.join(f'{name!r}: (1, 4, 16)' for name in missing)}}})"
         )
-    for name, bounds in ranges.items():
-        check_range(name, bounds)
 
 
 def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:

@@ -13,8 +13,8 @@ from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import ONE, sizes_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+from attnforge.export.graphs.sizes import ONE, sizes_of
 
 LEAST_BYTES = 1024
 """Minimum size of a weight that is shared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from attnforge.bundle import Source
 from attnforge.errors import UsageError, plain
 from attnforge.export.sources.exported_program import load_program, open_program
 from attnforge.export.sources.onnx_file import Imported, import_graph
+from attnforge.export.sources.specs import Ranges
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
 
@@ -56,6 +57,6 @@ def open_source(
     return capture(model, args, dynamic_shapes, precision_named(precision or "fp32")), origin
 
 
-def _record(kind: Any, file: Path, ranges: Mapping[str, tuple[int, int, int]] | None) -> Source:
+def _record(kind: Any, file: Path, ranges: Ranges | None) -> Source:
     options = {name: ":".join(map(str, bounds)) for name, bounds in (ranges or {}).items()}
     return Source(kind=kind, name=plain(str(file)), options=dict(options))

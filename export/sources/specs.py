@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,9 @@ from attnforge.runtime.cases import excluded_by, range_of_setting
 
 LARGEST = 2**31 - 1
 """The largest size of a dynamic dim, a limit of TensorRT."""
+
+Ranges = Mapping[str, tuple[int, int, int]]
+"""Least, usual and largest size of dynamic dims, by their names."""
 
 Dims = list[int | DimSpec]
 """The dims of a tensor: a number for a fixed dim, else its symbol and range."""
@@ -58,15 +61,23 @@ def note_example(spec: TensorSpec, example: Array) -> None:
         spec.low, spec.high = int(example.min()), int(example.max())
 
 
-def check_range(name: str, bounds: Sequence[int]) -> None:
-    """Check the range of a dynamic dim.
+def check_ranges(ranges: Mapping[str, Sequence[int]], names: Collection[str], of: str) -> None:
+    """Check the ranges that a user gives.
+
+    Args:
+        ranges: the ranges.
+        names: the names of the dynamic dims.
+        of: what has these dims.
 
     Raises:
-        UsageError: `bounds` are not a least, usual and largest size.
+        UsageError: there is no such dim, or a range is not a least, usual and largest size.
     """
-    whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
-    if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2] <= LARGEST:
-        raise UsageError(
-            f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max, up "
-            f"to {LARGEST:,}"
-        )
+    if unknown := [name for name in ranges if name not in names]:
+        raise UsageError(f"{of} has no dynamic dim {unknown[0]!r}; it has {', '.join(names) or 'none'}")
+    for name, bounds in ranges.items():
+        whole = len(bounds) == 3 and all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
+        if not whole or not 1 <= bounds[0] <= bounds[1] <= bounds[2] <= LARGEST:
+            raise UsageError(
+                f"the range of {name!r} is {':'.join(map(str, bounds))}; give min:opt:max with 1 <= min <= opt <= max, "
+                f"up to {LARGEST:,}"
+            )

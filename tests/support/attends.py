@@ -12,7 +12,7 @@ import onnxruntime as ort
 from attnforge.arrays import Array
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.graphs.float64 import SILENT_ROWS
+from attnforge.export.graphs.attention import SILENT_ROWS
 
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 OPT = {"batch": 2, "n": 13, "m": 11}

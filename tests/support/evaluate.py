@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.graphs.float64 import SILENT_ROWS
+from attnforge.export.graphs.attention import SILENT_ROWS
 
 Tensor = NDArray[Any]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.graphs.float64 import SILENT_ROWS
+from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.torch_module import Captured, capture

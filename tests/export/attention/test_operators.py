@@ -120,6 +120,9 @@ WRITTEN = {
     "multi-head, padding": Written(
         "MultiHeadAttention", [packed(N), packed(M), packed(M), None, PADDING], {"num_heads": H}
     ),
+    "multi-head, padding by lengths": Written(
+        "MultiHeadAttention", [packed(N), packed(M), packed(M), None, np.array([5, 2], np.int32)], {"num_heads": H}
+    ),
     "multi-head, bias of the scores": Written(
         "MultiHeadAttention", [packed(N), packed(M), packed(M), None, None, normal(1, H, N, M)], {"num_heads": H}
     ),
@@ -145,6 +148,10 @@ WRITTEN = {
     "projecting, padding": Written(
         "Attention", [normal(B, M, 32), normal(32, 3 * H * D) / 6, normal(3 * H * D), PADDING], {"num_heads": H},
         constants=(1, 2),
+    ),
+    "projecting, padding by lengths": Written(
+        "Attention", [normal(B, M, 32), normal(32, 3 * H * D) / 6, normal(3 * H * D), np.array([5, 2], np.int32)],
+        {"num_heads": H}, constants=(1, 2),
     ),
     "projecting, causal, narrower values": Written(
         "Attention", [normal(B, N, 32), normal(32, 160) / 6, normal(160)],
@@ -217,9 +224,9 @@ def valid_rows(written: Written, shape: tuple[int, ...]) -> Array:
             "different numbers of keys and queries",
         ),
         (
-            Written("MultiHeadAttention", [packed(N), packed(M), packed(M), None, np.array([5, 2], np.int32)],
+            Written("MultiHeadAttention", [packed(N), packed(M), packed(M), None, np.array([5, 2, 0, 0], np.int32)],
                     {"num_heads": H}),
-            "padding mask is given by lengths",
+            "padding mask is given by the first and last key",
         ),
         (
             Written(

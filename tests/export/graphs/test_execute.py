@@ -11,8 +11,9 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from attnforge.arrays import Array
+from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.execute import as_it_is, at_own_precision, in_float64
-from attnforge.export.graphs.float64 import SILENT_ROWS, NoDoublePath
+from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.parts import computed, part_of
 from attnforge.export.graphs.types import widen
 from tests.support.linear_graph import ROWS, inputs, linear

@@ -21,7 +21,7 @@ from attnforge.export.sources.named import build, model_named
 from attnforge.export.sources.onnx_check import check_growth
 from attnforge.export.sources.onnx_file import import_graph
 from attnforge.export.sources.shapes import infer_shapes
-from attnforge.export.sources.specs import check_range
+from attnforge.export.sources.specs import check_ranges
 from attnforge.memory import peak, reset_peak
 
 FLOAT = TensorProto.FLOAT
@@ -390,7 +390,7 @@ def test_a_file_that_is_cut_or_altered(tmp_path: Path, cut: float) -> None:
 @pytest.mark.parametrize("bounds", [(1, 4, 10**12), (1, 4, 2**31), (0, 1, 2), (2, 1, 3), (1, 2)])
 def test_invalid_ranges(bounds: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="up to 2,147,483,647"):
-        check_range("n", bounds)
+        check_ranges({"n": bounds}, ["n"], "the graph")
 
 
 @pytest.mark.parametrize("name", [":f", "..a:f", "a:", ":", "no.such.module:f", "os:no_such_function"])

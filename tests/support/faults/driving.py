@@ -13,7 +13,6 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Manifest
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
-from attnforge.export.graphs.rotary import turn_before_attention
 from attnforge.export.graphs.types import DOUBLE
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.onnxruntime import session_options
@@ -70,7 +69,6 @@ class DoubleSteps:
     name, gpu = "float64", None
 
     def __init__(self, model: ir.Model) -> None:
-        turn_before_attention(model)
         for node in list(model.graph):
             if node.op_type == "GroupQueryAttention":
                 _decompose(model.graph, node)
@@ -137,6 +135,14 @@ def _over_cache(op: Builder, node: ir.Node) -> list[ir.Value]:
     last, total = (op.Cast(x, to=ir.DataType.INT64.value) for x in (last, total))
     is_prompt = op.Equal(op.Reshape(total, constant(op, [])), count)
     past = op.Where(is_prompt, constant(op, 0), op.Sub(op.Add(last, constant(op, 1)), count))
+    if attributes.get_int("do_rotary", 0):
+        rows = op.Range(constant(op, 0), count, constant(op, 1))
+        places = op.Add(op.Reshape(past, constant(op, [-1, 1])), op.Unsqueeze(rows, constant(op, [0])))
+        tables = [required(node.inputs[i]) for i in (7, 8)]
+        query, key = (
+            op.RotaryEmbedding(x, *tables, places, interleaved=attributes.get_int("rotary_interleaved", 0))
+            for x in (query, key)
+        )
     next_key, next_value = (
         op.TensorScatter(cache, new, past, axis=2) for cache, new in ((key_cache, key), (value_cache, value))
     )
