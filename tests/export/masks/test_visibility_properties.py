@@ -12,10 +12,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.affine import Atom, Scalar
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.masking import NEGLIGIBLE
-from attnforge.export.attention.visibility import Visibility, numbers_at, visibility
+from attnforge.export.masks.affine import Atom, Scalar
+from attnforge.export.masks.visibility import Visibility, numbers_at, visibility
 from tests.support.random_graphs import BOOL, INT64, Drawn
 from tests.support.random_masks import KEYS, LEAVES, QUERIES, MaskWriter, RandomMask, drawn_mask
 
