@@ -19,7 +19,7 @@ from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input, rank_of
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.masks.indices import MOVES, Index, pieces, start, variables_of
-from attnforge.export.masks.reader import BOOL, Reader
+from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader
 from attnforge.export.masks.scores import Whole
 from attnforge.export.masks.visibility import scores_index
 
@@ -127,6 +127,7 @@ class _Blocks:
         self.reader = Reader(*(Affine.dim(self.whole[variable]) for variable in (Variable.QUERY, Variable.KEY)))
         self.scores = self.reader.scores
         self._written: dict[tuple[ir.Value, Index], ir.Value] = {}
+        self._depth = 0
 
     def written(self, mask: ir.Value, query: ir.Value, key: ir.Value) -> ir.Value:
         """The mask of a site, cut to blocks."""
@@ -143,7 +144,11 @@ class _Blocks:
         assert value is not None
         key = value, index
         if key not in self._written:
+            if self._depth >= MOST_DEPTH:
+                raise NotByBlocks(f"{value.name!r} is computed by a chain of too many operators")
+            self._depth += 1
             self._written[key] = self._new(value, index)
+            self._depth -= 1
         return self._written[key]
 
     def _new(self, value: ir.Value, index: Index) -> ir.Value:
