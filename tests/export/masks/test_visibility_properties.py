@@ -79,7 +79,7 @@ def proved(write: Callable[[MaskWriter], ir.Value]) -> str:
     return visibility(ir.node("Attention", [query, key, key, write(g)], {"scale": 1.0})).text()
 
 
-@pytest.mark.parametrize(("least", "known"), [(None, "band −∞ … 0"), (3, "all, residue: condition")])
+@pytest.mark.parametrize(("least", "known"), [(None, "band −∞ … 0"), (3, "all, residue: padding")])
 def test_a_running_sum_is_over_all_before_the_index(least: int | None, known: str) -> None:
     """A mask that compares `(arange(n + 5) >= least).cumsum()[5:]`, or a cumsum of ones, to the query's index."""
 
