@@ -270,8 +270,9 @@ def _cumsum(reader: Reader, node: ir.Node, index: Index) -> Known | None:
         return None
     dim = int(axis) % len(index)
     anywhere = reader.scores.unknown_position(Variable)
-    reader.scores.assume(anywhere.lt_set(size_of(reader.scores, shape[dim])))
-    step = reader.scores.closed(reader.position(node.inputs[0], (*index[:dim], anywhere, *index[dim + 1 :])))
+    number = reader.position(node.inputs[0], (*index[:dim], anywhere, *index[dim + 1 :]))
+    inside = anywhere.lt_set(size_of(reader.scores, shape[dim]))  # which may be empty, so that is no assumption
+    step = reader.scores.closed(None if number is None else number.intersect_domain(inside))
     if step is None or step.constant is None:
         return None
     count = index[dim].add(reader.scores.constant(0 if node.attributes.get_int("exclusive", 0) == 1 else 1))
