@@ -9,11 +9,11 @@ import onnx_ir as ir
 from attnforge.bundle import Certificate, SiteRecord, SiteTarget, TensorSpec
 from attnforge.certificate import Ends, SiteMask, VisibleBlocks, VisibleRegion
 from attnforge.errors import UnfusedError
-from attnforge.export.attention.affine import Affine
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.regions import Interval, Region
-from attnforge.export.attention.visibility import Unsized, Visibility, visibility
 from attnforge.export.lowering.attention import Lowered
+from attnforge.export.masks.affine import Affine
+from attnforge.export.masks.regions import Interval, Region
+from attnforge.export.masks.visibility import Unsized, Visibility, visibility
 from attnforge.export.targets.target import Built
 from attnforge.runtime.cases import sizes_at
 

@@ -5,7 +5,7 @@ A softmax over keys does not change if one number is added to all scores of a qu
 `slope · (key − last key)` as in MPT, and `−slope · |query − key|` are the same bias, `slope · (key − query)`, which a
 step computes from the positions of its tokens and of its cache.
 
-The bias is read from the mask's graph, backwards as in :mod:`~attnforge.export.attention.mask_reader`: every number in
+The bias is read from the mask's graph, backwards as in :mod:`~attnforge.export.masks.reader`: every number in
 it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised has no
 slopes.
 """
@@ -17,24 +17,25 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from math import inf
 
+import islpy as isl
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Quotient, Variable
-from attnforge.export.attention.indices import START, Index, broadcast
-from attnforge.export.attention.mask_numbers import Between, Choice, Leaf, Number, Table, Whole
-from attnforge.export.attention.mask_reader import BOOL, MOST_DEPTH, Reader
 from attnforge.export.attention.masking import NEGLIGIBLE
-from attnforge.export.attention.moves import MOVES
-from attnforge.export.attention.truth import ALWAYS, NEVER, Truth, at_least_zero
-from attnforge.export.attention.visibility import Visibility, scores_index
 from attnforge.export.graphs.build import dims_of
-from attnforge.export.graphs.nodes import input_of, optional_input
+from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.lowering.attention import Slopes
+from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
+from attnforge.export.masks.indices import MOVES, Index
+from attnforge.export.masks.numbers import Number
+from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader
+from attnforge.export.masks.scores import Whole
+from attnforge.export.masks.shape import fit
+from attnforge.export.masks.visibility import Visibility, scores_index
 
 PAIR = (Variable.QUERY, Variable.KEY)
 
@@ -76,7 +77,7 @@ class Line:
         return self + other * -1.0
 
 
-Cases = list[tuple[Truth, Line]]
+Cases = list[tuple[isl.Set, Line]]
 """Lines with the conditions under which each applies. For every pair, one condition is True."""
 
 
@@ -91,16 +92,6 @@ class Counts:
 
     symbol: str
     most: int
-
-    def most_of(self, x: Affine, heads: int) -> float:
-        """The largest possible value of an expression; infinity if that is not known."""
-        count = Affine.atom(Dim(self.symbol))
-        largest = {Variable.QUERY: count - 1, Variable.KEY: count - 1, Variable.HEAD: Affine(heads - 1)}
-        ends = {variable: end if x.factors.get(variable, 0) > 0 else Affine() for variable, end in largest.items()}
-        if any(atom not in largest and atom != Dim(self.symbol) for atom, _ in x.terms):
-            return inf
-        x = x.replaced(ends)
-        return max(x.number + number * sum(factor for _, factor in x.terms) for number in (1, self.most))
 
     def bounds(self, line: Line) -> tuple[float, float]:
         """The bounds of a line over all heads."""
@@ -135,30 +126,37 @@ def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Sl
         NotByDistance: that is not proved.
         TooFewPositions: it is proved only for fewer positions.
     """
+    try:
+        return _slopes_of(node, symbol, capacity)
+    except isl.Error:
+        raise NotByDistance("its graph is too large") from None
+
+
+def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Slopes]:
     query, key, mask = (input_of(node, i) for i in (0, 1, 3))
     heads = dims_of(query)[1]
     if not isinstance(heads, int):
         raise NotByDistance("the number of heads is dynamic")
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
-    reader = _Lines({Variable.QUERY: n_q - 1, Variable.KEY: n_k - 1}, Counts(symbol, capacity), heads)
-    cases = reader.at(mask, scores_index(mask, query, key))
-    causal = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS
+    reader = _Lines(n_q, n_k, Counts(symbol, capacity), heads)
+    scores = reader.scores
+    cases = reader.at(mask, scores_index(scores, mask, query, key))
     hidden = [reader.counts.bounds(line)[1] <= NEGLIGIBLE for _, line in cases]
-    seen = NEVER
-    for (condition, _), is_hidden in zip(cases, hidden, strict=True):
-        seen = seen if is_hidden else seen | condition
-    seen = seen & causal
-    if not seen.true.is_exact:
+    seen = reduce(isl.Set.union, (case for (case, _), low in zip(cases, hidden, strict=True) if not low), scores.never)
+    if node.attributes.get_int("is_causal", 0):
+        seen = seen.intersect(scores.query.ge_set(scores.key))
+    regions, is_exact = fit(scores, scores.may(seen))
+    if not is_exact or not scores.may(scores.opposite(seen)).intersect(scores.may(seen)).is_empty():
         raise NotByDistance("which keys it hides depends on more than positions")
     shown = [line for (condition, line), is_hidden in zip(cases, hidden, strict=True) if not is_hidden and
-             (condition & seen).constant is not False]  # fmt: skip
+             not scores.is_never(condition.intersect(seen))]  # fmt: skip
     if not shown or not all(_is_close(line, shown[0]) for line in shown):
         raise NotByDistance("it is not one line over the visible keys")
     least = reader.counts.bounds(_at_own_key(shown[0]))[0]
     if any(reader.counts.bounds(line)[1] > least + NEGLIGIBLE for (_, line), h in zip(cases, hidden, strict=True) if h):
         raise NotByDistance("what it adds to hidden keys is not low enough compared to its bias")
     slopes = np.broadcast_to(shown[0].of(Variable.KEY), heads)
-    visible = Visibility(seen.true.most, frozenset(), "never", n_q, n_k)
+    visible = Visibility(regions, frozenset(), "never", n_q, n_k)
     return visible, tuple(float(slope) for slope in slopes)
 
 
@@ -180,42 +178,18 @@ class _Lines(Reader):
     """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
     capacity of the cache."""
 
-    def __init__(self, largest: Mapping[Variable, Affine], counts: Counts, heads: int) -> None:
-        super().__init__(largest)
+    def __init__(self, n_q: Affine, n_k: Affine, counts: Counts, heads: int) -> None:
+        super().__init__(n_q, n_k)
         self.counts, self.heads = counts, heads
+        count, head = self.scores.whole(Affine.atom(Dim(counts.symbol))), self.scores.head
+        self.scores.assume(count.le_set(self.scores.constant(counts.most)))
+        self.scores.assume(head.lt_set(self.scores.constant(heads)))
         self._lines: dict[tuple[ir.Value, Index], Cases] = {}
         self._deep = 0
-
-    def position(self, value: ir.Value | None, index: Index) -> Affine | None:
-        number = self.number(value, index)
-        if not isinstance(number, Whole):
-            return None
-        sign = 1 if number.is_largest else -1
-        return next(
-            (
-                option
-                for option in number.options
-                if all(self.counts.most_of((other - option) * sign, self.heads) <= 0 for other in number.options)
-            ),
-            None,
-        )
-
-    def within(self, x: Affine | None) -> Affine | None:
-        """`x` without quotients that are always 0."""
-        result = Affine() if x is None else Affine(x.number)
-        for atom, factor in () if x is None else x.terms:
-            is_zero = (
-                isinstance(atom, Quotient)
-                and self.counts.most_of(atom.numerator, self.heads) < atom.divisor
-                and self.counts.most_of(-atom.numerator, self.heads) <= 0
-            )
-            result = result if is_zero else result + Affine.of(0, {atom: factor})
-        return None if x is None else result
 
     def at(self, value: ir.Value | None, index: Index) -> Cases:
         """Read `value` at an index."""
         assert value is not None
-        index = tuple(self.within(position) for position in index)
         if (key := (value, index)) not in self._lines:
             if self._deep >= MOST_DEPTH:
                 raise NotByDistance(f"{value.name!r} is computed by a chain of too many operators")
@@ -228,7 +202,7 @@ class _Lines(Reader):
         if value.shape is None or len(value.shape) != len(index):
             raise NotByDistance(f"the shape of {value.name!r} is not known")
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
-            return [(ALWAYS, self._of_table(value, tensor.numpy(), index))]
+            return [(self.scores.always, self._of_table(value, tensor.numpy(), index))]
         if (cases := self._of_number(self.number(value, index))) is not None:
             return cases
         node = value.producer()
@@ -238,29 +212,18 @@ class _Lines(Reader):
             return write(self, node, index)
         raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
 
-    def operands(self, node: ir.Node, index: Index) -> list[Cases]:
-        return [self.at(value, broadcast(value, node.outputs[0], index)) for value in node.inputs]
+    def cases(self, node: ir.Node, index: Index) -> list[Cases]:
+        """The operands of an elementwise operator."""
+        return [self.at(*operand) for operand in self.operands(node, index)]
 
     def _of_number(self, number: Number) -> Cases | None:
         """The cases of a number that is known without a table; None for others."""
-        if isinstance(number, Choice):
-            parts = [self._of_number(part) for part in (number.yes, number.no)]
-            if parts[0] is None or parts[1] is None:
-                return None
-            return chosen(number.condition, parts[0], parts[1])
-        return self._of_leaf(number)
-
-    def _of_leaf(self, leaf: Leaf) -> Cases | None:
-        if isinstance(leaf, Table):
-            return None
-        if isinstance(leaf, Between):
-            return [(ALWAYS, Line({None: np.array([leaf.least])}))] if leaf.least == leaf.most else None
-        lines = [self._of_expression(option) for option in leaf.options]
-        known = [line for line in lines if line is not None]
-        if len(known) < len(lines):
-            return None
-        cases: list[Cases] = [[(ALWAYS, line)] for line in known]
-        return reduce(partial(self.extreme, sign=1.0 if leaf.is_largest else -1.0), cases)
+        sums = [(domain, self.scores.sum_of(x)) for domain, x in number.whole.get_pieces()]
+        lines = [(domain, None if x is None else self._of_expression(x)) for domain, x in sums]
+        numbers = [(domain, bounds.number) for domain, bounds in number.rest]
+        lines += [(domain, None if x is None else Line({None: np.array([x])})) for domain, x in numbers]
+        known = [(domain, line) for domain, line in lines if line is not None]
+        return known if len(known) == len(lines) else None
 
     def _of_expression(self, x: Affine) -> Line | None:
         """An integer as a line; None if it depends on more than heads, queries, keys and the number of tokens."""
@@ -280,7 +243,8 @@ class _Lines(Reader):
         along: list[Affine] = []
         ends: list[int] = []
         numbers, by_head = table, False
-        for axis, position in reversed(list(enumerate(index))):
+        for axis, at in reversed(list(enumerate(index))):
+            position = self.scores.closed(at)
             if position is None:
                 raise NotByDistance(f"where {value.name!r} is read is not known")
             fixed, size = position.constant, table.shape[axis]
@@ -317,8 +281,8 @@ class _Lines(Reader):
         Raises:
             TooFewPositions: it has fewer positions.
         """
-        most, least = (self.counts.most_of(x, self.heads) for x in (position, -position))
-        if most == inf or least > 0:
+        least, most = self.scores.bounds(self.scores.whole(position))
+        if most == inf or least < 0:
             raise NotByDistance(f"where {value.name!r} is read is not known")
         if most >= size:
             raise TooFewPositions(
@@ -331,16 +295,24 @@ class _Lines(Reader):
         result: Cases = []
         for first, x in a:
             for second, y in b:
-                both = first & second
-                if both.constant is not False:
-                    result += chosen(self._not_negative((x - y) * sign), [(both, x)], [(both, y)], both)
-        return result
+                both = first.intersect(second)
+                above = self._not_negative((x - y) * sign)
+                result += [(both.intersect(above), x), (both.subtract(above), y)]
+        return self.possible(result)
 
-    def _not_negative(self, line: Line) -> Truth:
+    def possible(self, cases: Cases) -> Cases:
+        return [(case, line) for case, line in cases if not self.scores.is_never(case)]
+
+    def chosen(self, condition: isl.Set, yes: Cases, no: Cases) -> Cases:
+        """`yes` where a condition is True, else `no`."""
+        cases = [(case.intersect(condition), line) for case, line in yes]
+        return self.possible(cases + [(case.subtract(condition), line) for case, line in no])
+
+    def _not_negative(self, line: Line) -> isl.Set:
         """Where a line is at least 0, which must be the same for all heads."""
         by_atom = {atom: factor for atom, factor in line.factors.items() if factor.any()}
         if not by_atom:
-            return ALWAYS
+            return self.scores.always
         unit = next((factor for atom, factor in by_atom.items() if atom is not None), by_atom.get(None, np.zeros(1)))
         if (unit == 0).any() or (np.sign(unit) != np.sign(unit.flat[0])).any():
             raise NotByDistance("which of two numbers is larger differs by head")
@@ -351,7 +323,7 @@ class _Lines(Reader):
             if not np.allclose(ratio, whole, rtol=1e-12, atol=1e-12):
                 raise NotByDistance("which of two numbers is larger is not known")
             x = x + (Affine(int(whole)) if atom is None else Affine.of(0, {atom: int(whole)}))
-        return at_least_zero(x, self.largest)
+        return self.scores.whole(x).ge_set(self.scores.constant(0))
 
 
 def _ulps(kind: np.dtype[np.generic]) -> float:
@@ -394,16 +366,6 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
     return first, steps
 
 
-def chosen(condition: Truth, yes: Cases, no: Cases, within: Truth = ALWAYS) -> Cases:
-    """`yes` where a condition is True, else `no`."""
-    if (within & condition).constant is False:
-        return no
-    if (within & ~condition).constant is False:
-        return yes
-    cases = [(condition & case, line) for case, line in yes] + [(~condition & case, line) for case, line in no]
-    return [(case, line) for case, line in cases if case.constant is not False]
-
-
 # --- operators --------------------------------------------------------------------------------------------------------
 
 Handler = Callable[[_Lines, ir.Node, Index], Cases]
@@ -412,9 +374,8 @@ MOST_CASES = 16
 """Maximum number of cases of a number; with more, it is unknown."""
 
 
-def _pairs(function: Callable[[Line, Line], Line], a: Cases, b: Cases) -> Cases:
-    cases = [(x & y, function(line, other)) for x, line in a for y, other in b]
-    cases = [(case, line) for case, line in cases if case.constant is not False]
+def _pairs(reader: _Lines, function: Callable[[Line, Line], Line], a: Cases, b: Cases) -> Cases:
+    cases = reader.possible([(x.intersect(y), function(line, other)) for x, line in a for y, other in b])
     if len(cases) > MOST_CASES:
         raise NotByDistance("it has too many cases")
     return cases
@@ -427,43 +388,20 @@ def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     return reader.at(node.inputs[0], source)
 
 
-def _slice(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    """Read a Slice whose start may depend on the number of tokens, and which stays within the dim for any number."""
-    given = [optional_input(node, i) for i in (1, 3, 4)]
-    starts, axes, steps = (reader.elements(value) for value in given)
-    source, result = node.inputs[0], list(index)
-    unknown = any(v is not None and numbers is None for v, numbers in zip(given, (starts, axes, steps), strict=True))
-    if source is None or source.shape is None or starts is None or unknown:
-        raise NotByDistance(f"which slice {node.outputs[0].name!r} is of its input is not known")
-    for i, start in enumerate(starts):
-        axis = Affine(i) if axes is None else axes[i]
-        is_forward = steps is None or (steps[i] is not None and steps[i] == Affine(1))
-        if start is None or axis is None or axis.constant is None or not is_forward:
-            return _moved(reader, node, index)
-        dim = axis.constant % len(index)
-        size = Affine.dim(dims_of(source)[dim])
-        if reader.counts.most_of(start, reader.heads) < 0:
-            start = start + size
-        if reader.counts.most_of(-start, reader.heads) > 0:
-            return _moved(reader, node, index)
-        position = result[dim]
-        result[dim] = None if position is None else position + start
-    return reader.at(source, tuple(result))
-
-
 def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
     source = node.inputs[0]
     if source is None or source.shape is None:
         raise NotByDistance(f"what {node.outputs[0].name!r} repeats is not known")
-    positions: list[Affine | None] = []
+    positions: list[Whole] = []
     for dim, whole, position in zip(source.shape, node.outputs[0].shape or (), index, strict=True):
         size = Size.of(dim)
         if size == ONE:
-            positions.append(START)
+            positions.append(reader.scores.constant(0))
         elif size == Size.of(whole):
             positions.append(position)
         else:
-            positions.append(position.remainder(size.factor) if position is not None and size.is_static else None)
+            of = reader.scores.value(size.factor)
+            positions.append(position.mod_val(of) if size.is_static else reader.scores.unknown_position(Variable))
     return reader.at(source, tuple(positions))
 
 
@@ -481,7 +419,7 @@ def _check_fractions(node: ir.Node) -> None:
 
 def _joined(function: Callable[[Line, Line], Line]) -> Handler:
     """A handler that reduces all operands with a function of two numbers."""
-    return lambda reader, node, index: reduce(partial(_pairs, function), reader.operands(node, index))
+    return lambda reader, node, index: reduce(partial(_pairs, reader, function), reader.cases(node, index))
 
 
 def _product(a: Line, b: Line) -> Line:
@@ -513,7 +451,7 @@ def _abs(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 
 def _relu(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    return reader.extreme(reader.at(node.inputs[0], index), [(ALWAYS, Line({}))], 1.0)
+    return reader.extreme(reader.at(node.inputs[0], index), [(reader.scores.always, Line({}))], 1.0)
 
 
 def _clip(reader: _Lines, node: ir.Node, index: Index) -> Cases:
@@ -525,15 +463,15 @@ def _clip(reader: _Lines, node: ir.Node, index: Index) -> Cases:
 
 
 def _extreme(sign: float) -> Handler:
-    return lambda reader, node, index: reduce(partial(reader.extreme, sign=sign), reader.operands(node, index))
+    return lambda reader, node, index: reduce(partial(reader.extreme, sign=sign), reader.cases(node, index))
 
 
 def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    condition, yes, no = ((value, broadcast(value, node.outputs[0], index)) for value in node.inputs)
+    condition, yes, no = reader.operands(node, index)
     truth = reader.truth(*condition)
-    if truth.constant is not None:  # the other operand is not read
-        return reader.at(*(yes if truth.constant else no))
-    return chosen(truth, reader.at(*yes), reader.at(*no))
+    if reader.scores.is_never(truth) or reader.scores.is_always(truth):  # the other operand is not read
+        return reader.at(*(no if reader.scores.is_never(truth) else yes))
+    return reader.chosen(truth, reader.at(*yes), reader.at(*no))
 
 
 _HANDLERS: dict[str, Handler] = {
@@ -548,7 +486,6 @@ _HANDLERS: dict[str, Handler] = {
     "Mul": _joined(_product),
     "Neg": _neg,
     "Relu": _relu,
-    "Slice": _slice,
     "Sub": _joined(Line.__sub__),
     "Tile": _tile,
     "Where": _where,

@@ -29,7 +29,6 @@ from attnforge.export.attention.emit import shared_heads
 from attnforge.export.attention.layout import Layout, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
-from attnforge.export.attention.visibility import Visibility, visibility
 from attnforge.export.decoding.distances import NotByDistance, TooFewPositions, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
@@ -40,6 +39,7 @@ from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask
+from attnforge.export.masks.visibility import Visibility, visibility
 
 OPSET = 24
 """The first opset with TensorScatter."""

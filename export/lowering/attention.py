@@ -23,11 +23,11 @@ from attnforge.export.attention.layout import (
     sizes_of,
 )
 from attnforge.export.attention.operands import Operand
-from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
 from attnforge.export.lowering.band import Band, Residue, band_of, causal_prefix_of, is_triangle, residue_of
+from attnforge.export.masks.visibility import visibility
 
 SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_q", "H d_v"))
 """Tokens and features of query, key, value and output with all heads in the last dim; several query heads may share one

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import ZERO
-from attnforge.export.attention.mask_blocks import why_not_by_blocks, why_not_by_key
-from attnforge.export.attention.regions import Interval, Region
-from attnforge.export.attention.visibility import Visibility
 from attnforge.export.graphs.attention import SILENT_ROWS
+from attnforge.export.masks.affine import ZERO
+from attnforge.export.masks.at_blocks import why_not_by_blocks, why_not_by_key
+from attnforge.export.masks.regions import Interval, Region
+from attnforge.export.masks.visibility import Visibility
 
 Residue = Literal["none", "by key", "other"]
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from attnforge.export.attention.layout import Size
-from attnforge.export.attention.mask_blocks import mask_at_blocks
 from attnforge.export.graphs.build import Builder, constant, dims_of, typed
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.blocks import within
+from attnforge.export.masks.at_blocks import mask_at_blocks
 
 BOOL = ir.DataType.BOOL
 

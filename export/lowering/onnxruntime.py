@@ -41,7 +41,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
-from attnforge.export.attention.mask_blocks import mask_by_key
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import (
@@ -66,6 +65,7 @@ from attnforge.export.lowering.integers import casts_for_fp8, integer_products, 
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.lowering.tuning import Candidate, FormChoice, Measurement, Tuner, usual
+from attnforge.export.masks.at_blocks import mask_by_key
 
 BOOL, INT32, FLOAT = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.FLOAT
 

@@ -13,7 +13,7 @@ from torch.export import Dim
 from transformers import MistralConfig, masking_utils
 
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.attention.visibility import Visibility, visibility
+from attnforge.export.masks.visibility import Visibility, visibility
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
 
@@ -151,16 +151,14 @@ IDIOMS: dict[str, MaskIdiom] = {
     "shifted blocks": MaskIdiom(
         of_indices(lambda i, j: (i + 2) // 4 == (j + 2) // 4), "blocks of 4 (queries + 2, keys + 2)"
     ),
-    "prefix": MaskIdiom(prefix_assigned, f"{CAUSAL} or keys 0 … 2", f"keys 0 … 2 or {CAUSAL}"),
+    "prefix": MaskIdiom(prefix_assigned, f"{CAUSAL} or keys 0 … 2"),
     "prefix of queries too": MaskIdiom(
         of_indices(lambda i, j: (i >= j) | ((i < 3) & (j < 3))),
-        f"{CAUSAL} or keys 0 … 2 and queries 0 … 2",
-        "keys 0 … 2 or band −∞ … 0",
+        f"{CAUSAL} or keys 0 … 2",
     ),
     "local and global": MaskIdiom(
         of_indices(lambda i, j: ((i - j).abs() <= 2) | (j < 2) | (i < 2)),
         "band −2 … 2 or keys 0 … 1 or queries 0 … 1",
-        "keys 0 … 1 or queries 0 … 1 or band −2 … 2",
     ),
     "two windows of a rolled image": MaskIdiom(swin_shifted, "", "all, residue: bias"),
     "padding": MaskIdiom(lambda query, key, keep: keep[:, None, None, :], "all, residue: padding"),
@@ -189,7 +187,7 @@ IDIOMS: dict[str, MaskIdiom] = {
     ),
     "positions of the data": MaskIdiom(
         lambda query, key, keep: keep.long().cumsum(-1)[:, None, :, None] >= keep.long().cumsum(-1)[:, None, None, :],
-        "all, residue: condition",
+        "all, residue: padding, queries",
     ),
     "a window of the data": MaskIdiom(
         lambda query, key, keep: (distances(query, key) <= keep.sum()) & ones(query, key).tril(),

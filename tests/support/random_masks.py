@@ -11,8 +11,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
-from attnforge.export.attention.affine import Scalar
 from attnforge.export.attention.layout import ONE, Size
+from attnforge.export.masks.affine import Scalar
 from tests.support.random_graphs import BOOL, FLOAT, INT64, Choices, Graph, Invalid
 
 QUERIES, KEYS = 0, 1
@@ -58,7 +58,7 @@ class RandomMask:
             outputs, graph.outputs[:] = list(graph.outputs), [scalar.value]
             (array,) = outputs_of(self.model, self.inputs)
             graph.outputs[:] = outputs
-        return int(array[tuple(index.constant for index in scalar.index if index is not None)])
+        return int(array[scalar.index])
 
 
 def outputs_of(model: ir.Model, inputs: dict[str, Array]) -> list[Array]:
@@ -170,13 +170,17 @@ class MaskWriter(Graph):
     def whole(self, dim: int, depth: int = 2) -> ir.Value:
         x = self.position(dim)
         for _ in range(self.pick_number(0, depth)):
-            kind = self.choices.pick(("Div", "Add", "Mul", "Mod", "Max", "Min", "Neg", "floored", "floats"))
+            kind = self.choices.pick(("Div", "Add", "Mul", "Mod", "Max", "Min", "Neg", "floored", "floats", "Clip"))
             if kind == "Neg":
                 x = self.unary("Neg", x)
             elif kind in ("Div", "Mod"):
                 x = self.binary(kind, x, self.number(self.pick_number(1, 5)))
             elif kind == "floored":
                 x = self.floored(x, self.pick_number(2, 5))
+            elif kind == "Clip":
+                least = self.pick_number(-2, 4)
+                ends = [self.number(least), self.number(least + self.pick_number(0, 6))]
+                x = self.op("Clip", [x, *ends], _dims(x), INT64)
             elif kind == "floats":
                 x = self.cast(self.cast(x, FLOAT), INT64)
             else:
@@ -210,7 +214,10 @@ class MaskWriter(Graph):
 
     @property
     def _leaves(self) -> tuple[Callable[[], ir.Value], ...]:
-        return self._triangle, self._flags, self._data, self._rolled, self._buffer, self._summed, self._bounded
+        return (
+            self._triangle, self._flags, self._data, self._rolled, self._buffer, self._summed, self._bounded,
+            self._numbered, self._gathered,
+        )  # fmt: skip
 
     def _compared(self) -> ir.Value:
         kind = self.choices.pick(("both", "both", "difference", "distance", "one"))
@@ -234,6 +241,34 @@ class MaskWriter(Graph):
             return self.binary(self.choices.pick(COMPARISONS), x, self.number(self.pick_number(-2, 6)))
         other = self.whole(1 - dim) if kind == "position" else self.along(self.sum(1 - dim), 1 - dim)
         return self.binary(self.choices.pick(COMPARISONS), x, other)
+
+    def _numbered(self) -> ir.Value:
+        """Compare integers of the data, such as segments of packed sequences: with one another, or with a position."""
+        numbers = [self.shared(f"segments{dim}", [self.size[dim]], INT64) for dim in (QUERIES, KEYS)]
+        query, key = (self.along(x, dim) for x, dim in zip(numbers, (QUERIES, KEYS), strict=True))
+        kind = self.choices.pick(("both", "both", "position", "number"))
+        if kind == "position":
+            query = self.whole(QUERIES)
+        elif kind == "number":
+            query = self.number(self.pick_number(-2, 4))
+        return self.binary(self.choices.pick(COMPARISONS), query, key)
+
+    def _gathered(self) -> ir.Value:
+        """Look up positions in a table of integers, flags or data."""
+        dim, count = self.choices.pick((QUERIES, KEYS)), 8
+        at = self.whole(dim, 1)
+        at = self.op("Clip", [at, self.number(0), self.number(count - 1)], _dims(at), INT64)
+        rng = np.random.default_rng(self.pick_number(0, 9))
+        kind = self.choices.pick(("flags", "counted", "drawn", "data"))
+        if kind == "flags":
+            return self.op("Gather", [self.constant(rng.random(count) < 0.5, BOOL), at], _dims(at), BOOL)
+        table = {
+            "counted": lambda: self.constant(np.arange(count) // self.pick_number(1, 3), INT64),
+            "drawn": lambda: self.constant(rng.integers(0, self.pick_number(2, 6), count), INT64),
+            "data": lambda: self.shared("table", [Size(count)], INT64),
+        }[kind]()
+        x = self.op("Gather", [table, at], _dims(at), INT64)
+        return self.binary(self.choices.pick(COMPARISONS), x, self.whole(1 - dim, 1))
 
     def _square(self, number: bool) -> ir.Value:
         shape = self.op("Concat", [self.unsqueeze(self.length(dim), [0]) for dim in (0, 1)], [Size(2)], INT64, axis=0)
@@ -348,7 +383,18 @@ class MaskWriter(Graph):
         return self.where(flags, self.constant(0.0), self.constant(fill))
 
 
-LEAVES = ("_compared", "_triangle", "_flags", "_data", "_rolled", "_buffer", "_summed", "_bounded")
+LEAVES = (
+    "_compared",
+    "_triangle",
+    "_flags",
+    "_data",
+    "_rolled",
+    "_buffer",
+    "_summed",
+    "_bounded",
+    "_numbered",
+    "_gathered",
+)
 """Names of the methods of :class:`MaskWriter` that write conditions."""
 
 

@@ -44,9 +44,9 @@ settings.load_profile("ci")
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
 QUICK = (
-    "golden/", "export/attention/test_constant_masks.py", "export/attention/test_layout.py",
-    "export/attention/test_mask_blocks.py", "export/attention/test_operators.py", "export/attention/test_regions.py",
-    "export/attention/test_visibility_properties.py", "export/attention/test_walks.py", "export/graphs/",
+    "golden/", "export/attention/test_layout.py", "export/attention/test_operators.py",
+    "export/attention/test_walks.py", "export/graphs/", "export/masks/test_at_blocks.py",
+    "export/masks/test_constants.py", "export/masks/test_shape.py", "export/masks/test_visibility_properties.py",
     "export/sources/test_widened.py", "front/test_machine.py", "model/test_attention.py", "model/test_general.py",
     "model/test_identities.py", "model/test_patch.py", "model/test_refusals.py", "model/test_slips.py",
     "model/test_transformer.py", "model/test_worked_example.py", "runtime/test_race.py",

@@ -8,8 +8,8 @@ from math import ceil, prod
 import onnx_ir as ir
 
 from attnforge.bench.limits import Work
-from attnforge.export.attention.visibility import Unsized, visibility
 from attnforge.export.flops import PRODUCTS, Uncountable, attention_scores, product_flops, shape_at
+from attnforge.export.masks.visibility import Unsized, visibility
 from attnforge.export.precision.assign import MOVERS
 
 SOFTMAX = 5
@@ -54,7 +54,7 @@ def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
     """Count the work of a model.
 
     Attention counts the pairs of query and key that are not proved to be hidden by causality or the mask
-    (:mod:`attnforge.export.attention.visibility`); pairs that depend on data, such as padding, count as visible.
+    (:mod:`attnforge.export.masks.visibility`); pairs that depend on data, such as padding, count as visible.
 
     Args:
         model: canonical graph; every value has its shape.

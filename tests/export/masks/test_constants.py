@@ -1,4 +1,4 @@
-"""Truths and positions that are derived from constant arrays."""
+"""Conditions and positions that are derived from constant arrays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.affine import KEY, ZERO, Affine, Atom, Variable
-from attnforge.export.attention.constant_masks import truth_of
-from attnforge.export.attention.constant_values import constant_at
-from attnforge.export.attention.mask_numbers import Whole
-from attnforge.export.attention.regions import Regions
+from attnforge.export.masks.affine import Affine, Atom
+from attnforge.export.masks.constants import constant_at
+from attnforge.export.masks.numbers import Arithmetic, Number
+from attnforge.export.masks.regions import Regions
+from attnforge.export.masks.scores import Scores
+from attnforge.export.masks.shape import fit
 
 STRUCTURES: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
     "causal": (lambda i, j: i >= j, "band −∞ … 0"),
@@ -27,8 +28,8 @@ STRUCTURES: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
     "block causal": (lambda i, j: i // 4 >= j // 4, "blocks of 4, −∞ … 0"),
     "blocks and the one before": (lambda i, j: (i // 4 - j // 4) * (i // 4 - j // 4 - 1) == 0, "blocks of 4, −1 … 0"),
     "chunks, causal": (lambda i, j: (i // 4 == j // 4) & (i >= j), "band −∞ … 0 and blocks of 4"),
-    "prefix": (lambda i, j: (i >= j) | (j < 3), "keys 0 … 2 or band −∞ … 0"),
-    "global": (lambda i, j: (abs(i - j) <= 2) | (i == 7) | (j == 7), "keys 7 … 7 or queries 7 … 7 or band −2 … 2"),
+    "prefix": (lambda i, j: (i >= j) | (j < 3), "band −∞ … 0 or keys 0 … 2"),
+    "global": (lambda i, j: (abs(i - j) <= 2) | (i == 7) | (j == 7), "band −2 … 2 or keys 7 … 7 or queries 7 … 7"),
     "segments": (
         lambda i, j: (i >= 5) * 1 + (i >= 7) == (j >= 5) * 1 + (j >= 7),
         "keys 0 … 4 and queries 0 … 4 or keys 5 … 6 and queries 5 … 6 or keys 7 … ∞ and queries 7 … ∞",
@@ -47,42 +48,51 @@ def pairs(regions: Regions, shape: tuple[int, int]) -> Array:
     return flags
 
 
+def bounds(flags: Array) -> list[tuple[Regions, bool]]:
+    """Regions that contain all pairs that an array shows or hides, in any of its samples, and whether they contain
+    others."""
+    scores = Scores(*(Affine(n) for n in flags.shape[-2:]))
+    index = (scores.query, scores.key) if flags.ndim == 2 else (scores.head, scores.query, scores.key)
+    shown = constant_at(Arithmetic(scores), flags, index)
+    assert shown is not None and not isinstance(shown, Number)
+    return [fit(scores, scores.may(condition)) for condition in (shown, scores.opposite(shown))]
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures(name: str) -> None:
     make, text = STRUCTURES[name]
     i, j = np.ogrid[:16, :16]
     flags = make(i, j)
-    truth = truth_of(flags)
-    assert " or ".join(region.text() for region in truth.true.most) == text
-    assert truth.is_exact and truth.false.is_exact
-    np.testing.assert_array_equal(pairs(truth.true.most, (16, 16)), flags)
-    np.testing.assert_array_equal(pairs(truth.false.most, (16, 16)), ~flags)
+    (shown, is_exact), (hidden, is_opposite_exact) = bounds(flags)
+    assert " or ".join(region.text() for region in shown) == text
+    assert is_exact and is_opposite_exact
+    np.testing.assert_array_equal(pairs(shown, (16, 16)), flags)
+    np.testing.assert_array_equal(pairs(hidden, (16, 16)), ~flags)
 
 
 @given(st.data())
-def test_both_bounds_hold(data: st.DataObject) -> None:
+def test_regions_contain_all_pairs(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(2, 9), st.integers(2, 9)))
     make, _ = data.draw(st.sampled_from(list(STRUCTURES.values())))
     flags = np.asarray(make(*np.ogrid[: shape[0], : shape[1]]), bool)
     for _ in range(data.draw(st.integers(0, 3))):
         flags[data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))] ^= True
-    truth = truth_of(flags)
-    for cover, wanted in ((truth.true, flags), (truth.false, ~flags)):
-        assert (pairs(cover.most, shape) >= wanted).all() and (pairs(cover.least, shape) <= wanted).all()
-        assert not cover.is_exact or (pairs(cover.most, shape) == wanted).all()
+    for (regions, _), wanted in zip(bounds(flags), (flags, ~flags), strict=True):
+        assert (pairs(regions, shape) >= wanted).all()
 
 
 def test_samples_that_differ_are_bounded_by_all_of_them() -> None:
     i, j = np.ogrid[:8, :8]
-    truth = truth_of(np.stack([i - j >= 0, i - j >= -2]))
-    np.testing.assert_array_equal(pairs(truth.true.most, (8, 8)), i - j >= -2)
-    np.testing.assert_array_equal(pairs(truth.true.least, (8, 8)), i - j >= 0)
+    (shown, _), (hidden, _) = bounds(np.stack([i - j >= 0, i - j >= -2]))
+    np.testing.assert_array_equal(pairs(shown, (8, 8)), i - j >= -2)
+    np.testing.assert_array_equal(pairs(hidden, (8, 8)), i - j < 0)
 
 
 def test_large_arrays_are_read_in_a_few_passes() -> None:
     i, j = np.ogrid[:4096, :4096]
     flags, start = (i >= j) & (i - j < 256), time.process_time()
-    assert truth_of(flags).true.most[0].text() == "band −255 … 0"
+    (shown, _), _ = bounds(flags)
+    assert shown[0].text() == "band −255 … 0"
     assert time.process_time() - start < 2
 
 
@@ -90,6 +100,8 @@ def test_indices_of_several_dims_are_distinguished() -> None:
     """Stacked sample and key indices, as GatherND takes them: in a static graph both are constants."""
     keys = np.arange(12)
     indices = np.stack([np.zeros(12, np.int64), keys], axis=-1)[None]
-    largest = {Variable.KEY: Affine(11)}
-    assert constant_at(indices, (ZERO, KEY, ZERO), largest) == Whole((ZERO,))
-    assert constant_at(indices, (ZERO, KEY, ZERO + 1), largest) == Whole((KEY,))
+    scores = Scores(Affine(12), Affine(12))
+    zero, one = scores.constant(0), scores.constant(1)
+    for column, wanted in ((zero, zero), (one, scores.key)):
+        number = constant_at(Arithmetic(scores), indices, (zero, scores.key, column))
+        assert isinstance(number, Number) and number.whole.is_equal(wanted)

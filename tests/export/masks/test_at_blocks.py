@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.export.attention.layout import ONE, Size
-from attnforge.export.attention.mask_blocks import NotByBlocks, mask_at_blocks, why_not_by_blocks
-from attnforge.export.attention.visibility import visibility
 from attnforge.export.graphs.build import Builder, constant, dims_of, typed
+from attnforge.export.masks.at_blocks import NotByBlocks, mask_at_blocks, why_not_by_blocks
+from attnforge.export.masks.visibility import visibility
 from tests.support.random_graphs import INT64, Drawn, Graph
 from tests.support.random_masks import RandomMask, drawn_mask, outputs_of
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from attnforge.export.attention.visibility import Unsized, Visibility
+from attnforge.export.masks.visibility import Unsized, Visibility
 from tests.support.mask_idioms import IDIOMS, proved
 
 pytestmark = pytest.mark.xdist_group("mask-idioms")

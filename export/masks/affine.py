@@ -1,8 +1,4 @@
-"""Integers in a mask's graph, as affine expressions of the query and key index.
-
-`2·query − key + past + 1`, `(query // 128)`: sums of atoms with integer factors. XLA's indexing maps
-(https://openxla.org/xla/indexing) and LLVM's scalar evolution represent positions in the same way.
-"""
+"""Integers as sums, such as `2·query − key + past + 1`: for regions, texts and new nodes of a graph."""
 
 from __future__ import annotations
 
@@ -43,12 +39,7 @@ class Scalar:
     """
 
     value: ir.Value
-    index: tuple[Affine | None, ...] = ()
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it is the same number for all batches and heads."""
-        return all(index is not None and not index.variables for index in self.index)
+    index: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,39 +80,20 @@ class Affine:
         return cls.of(number, {Dim(name): factor for name, factor in terms})
 
     @property
-    def factors(self) -> dict[Atom, int]:
-        return dict(self.terms)
-
-    @property
     def constant(self) -> int | None:
         """The number that it is; None if it has any terms."""
         return None if self.terms else self.number
 
     @property
     def variables(self) -> frozenset[Variable]:
-        """The variables that it depends on, including those in quotients and in the indices of scalars."""
-        variables: set[Variable] = set()
-        for atom, _ in self.terms:
-            if isinstance(atom, Variable):
-                variables.add(atom)
-            elif isinstance(atom, Quotient):
-                variables |= atom.numerator.variables
-            elif isinstance(atom, Scalar):
-                variables |= {variable for index in atom.index if index is not None for variable in index.variables}
-                if not all(index is not None for index in atom.index):
-                    variables.add(Variable.BATCH)
-        return frozenset(variables)
-
-    @property
-    def scalars(self) -> frozenset[Scalar]:
-        """The run-time numbers that it depends on."""
-        inner = (atom.numerator.scalars for atom, _ in self.terms if isinstance(atom, Quotient))
-        return frozenset(atom for atom, _ in self.terms if isinstance(atom, Scalar)).union(*inner)
+        """The variables that it depends on, including those in quotients."""
+        inner = (atom.numerator.variables for atom, _ in self.terms if isinstance(atom, Quotient))
+        return frozenset(atom for atom, _ in self.terms if isinstance(atom, Variable)).union(*inner)
 
     def __add__(self, other: Affine | int) -> Affine:
         if isinstance(other, int):
             return Affine(self.number + other, self.terms)
-        factors = self.factors
+        factors = dict(self.terms)
         for atom, factor in other.terms:
             factors[atom] = factors.get(atom, 0) + factor
         return Affine.of(self.number + other.number, factors)
@@ -137,28 +109,10 @@ class Affine:
 
     def floor_divided(self, divisor: int) -> Affine:
         """`self // divisor`, for a positive divisor."""
-        whole = {atom: n // divisor for atom, n in self.terms if n % divisor == 0}
+        whole = Affine.of(self.number // divisor, {atom: n // divisor for atom, n in self.terms if n % divisor == 0})
         rest = {atom: n for atom, n in self.terms if n % divisor}
-        if not rest:
-            return Affine.of(self.number // divisor, whole)
         inner = Affine.of(self.number % divisor, rest)
-        return Affine.of(self.number // divisor, whole) + Affine.atom(Quotient(inner, divisor))
-
-    def remainder(self, divisor: int) -> Affine:
-        """`self % divisor`, ≥ 0, for a positive divisor."""
-        return self - self.floor_divided(divisor) * divisor
-
-    def replaced(self, by: Mapping[Variable, Affine]) -> Affine:
-        """Substitute expressions for variables."""
-        result = Affine(self.number)
-        for atom, factor in self.terms:
-            if isinstance(atom, Variable) and atom in by:
-                result = result + by[atom] * factor
-            elif isinstance(atom, Quotient):
-                result = result + atom.numerator.replaced(by).floor_divided(atom.divisor) * factor
-            else:
-                result = result + Affine.of(0, {atom: factor})
-        return result
+        return whole + Affine.atom(Quotient(inner, divisor)) if rest else whole
 
     def evaluate(self, number_of: Callable[[Atom], int]) -> int:
         """Evaluate it, given the number of every atom that is not a quotient."""
@@ -182,30 +136,6 @@ class Affine:
 
 
 ZERO = Affine()
-QUERY, KEY = Affine.atom(Variable.QUERY), Affine.atom(Variable.KEY)
-BATCH, HEAD = Affine.atom(Variable.BATCH), Affine.atom(Variable.HEAD)
-
-
-def never_negative(x: Affine, largest: Mapping[Variable, Affine] | None = None) -> bool:
-    """Whether an expression is proved to be ≥ 0, given that indices and sizes are, and quotients of what is.
-
-    Args:
-        x: the expression.
-        largest: the largest value of each variable, for variables that are subtracted.
-    """
-    at_most = largest or {}
-    falling = {atom: at_most[atom] for atom, n in x.terms if isinstance(atom, Variable) and n < 0 and atom in at_most}
-    if falling:
-        factors = x.factors
-        rest = Affine.of(x.number, {atom: n for atom, n in factors.items() if atom not in falling})
-        x = sum((bound * factors[atom] for atom, bound in falling.items()), rest)
-    return x.number >= 0 and all(n > 0 and _is_natural(atom) for atom, n in x.terms)
-
-
-def _is_natural(atom: Atom) -> bool:
-    if isinstance(atom, Quotient):
-        return never_negative(atom.numerator)
-    return not isinstance(atom, Scalar)
 
 
 def _text(atom: Atom) -> str:

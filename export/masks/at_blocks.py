@@ -1,6 +1,6 @@
 """Compute a mask for blocks of queries and keys from the operands of its graph, without materialising all pairs.
 
-The mask's graph is read backwards by indices, as in :mod:`.mask_reader`. Values that vary by query or by key alone are
+The mask's graph is read backwards by indices, as in :mod:`.reader`. Values that vary by query or by key alone are
 small: they are brought to four dims and cut as the caller says. Elementwise operators are repeated on the cut operands.
 Values that have a number for every pair already (an input, a constant) are cut as they are.
 """
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import islpy as isl
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import KEY, QUERY, Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.attention.indices import START, Index, broadcast, pieces, variables_of
 from attnforge.export.attention.layout import Size
-from attnforge.export.attention.mask_reader import BOOL, INT64, Reader
-from attnforge.export.attention.moves import MOVES
 from attnforge.export.attention.operands import scalar
-from attnforge.export.attention.truth import ALWAYS, at_least_zero
-from attnforge.export.attention.visibility import scores_index
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input, rank_of
+from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
+from attnforge.export.masks.indices import MOVES, Index, pieces, start, variables_of
+from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader
+from attnforge.export.masks.scores import Whole
+from attnforge.export.masks.visibility import scores_index
+
+INT64 = ir.DataType.INT64
 
 Cut = Callable[[Builder, ir.Value], ir.Value]
 """Cuts a tensor `(B or 1, H or 1, n_q or 1, n_k or 1)` to blocks: a Slice of the last two dims, say, or a Reshape of
@@ -61,7 +63,7 @@ def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
         NotByBlocks: the mask would have to be computed for all pairs.
     """
     query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
-    return None if mask is None else _Blocks(op, query, key, cut).at(mask, scores_index(mask, query, key))
+    return None if mask is None else _Blocks(op, query, key, cut).written(mask, query, key)
 
 
 def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Value | None:
@@ -75,7 +77,7 @@ def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Val
         NotByBlocks: it is not proved to be the same for every query.
     """
     query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
-    return None if mask is None else _ByKey(op, query, key, is_triangle).at(mask, scores_index(mask, query, key))
+    return None if mask is None else _ByKey(op, query, key, is_triangle).written(mask, query, key)
 
 
 def why_not_by_blocks(node: ir.Node) -> str | None:
@@ -122,15 +124,31 @@ class _Blocks:
         }
         self.sizes = [(Affine.dim(dims_of(value)[axis]), value, axis) for value, axis in axes.values()]
         self.whole = {variable: dims_of(value)[axis] for variable, (value, axis) in axes.items()}
-        self.reader = Reader({variable: Affine.dim(self.whole[variable]) - 1 for variable in PAIR})
+        self.reader = Reader(*(Affine.dim(self.whole[variable]) for variable in (Variable.QUERY, Variable.KEY)))
+        self.scores = self.reader.scores
         self._written: dict[tuple[ir.Value, Index], ir.Value] = {}
+        self._depth = 0
+
+    def written(self, mask: ir.Value, query: ir.Value, key: ir.Value) -> ir.Value:
+        """The mask of a site, cut to blocks."""
+        try:
+            return self.at(mask, scores_index(self.scores, mask, query, key))
+        except isl.Error:
+            raise NotByBlocks(f"the graph of {mask.name!r} is too large") from None
+
+    def variables(self, index: Index) -> frozenset[Variable]:
+        return variables_of(self.scores, index)
 
     def at(self, value: ir.Value | None, index: Index) -> ir.Value:
         """A value at an index, cut to blocks."""
         assert value is not None
         key = value, index
         if key not in self._written:
+            if self._depth >= MOST_DEPTH:
+                raise NotByBlocks(f"{value.name!r} is computed by a chain of too many operators")
+            self._depth += 1
             self._written[key] = self._new(value, index)
+            self._depth -= 1
         return self._written[key]
 
     def _new(self, value: ir.Value, index: Index) -> ir.Value:
@@ -139,7 +157,7 @@ class _Blocks:
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
-        if not variables_of(index) >= PAIR:
+        if not self.variables(index) >= PAIR:
             return self.cut(self._on_four_dims(value, index))
         if node is None or ir.convenience.get_const_tensor(value) is not None:
             return self.cut(self._on_four_dims(value, index))
@@ -168,7 +186,7 @@ class _Blocks:
 
     def _again(self, node: ir.Node, index: Index) -> ir.Value:
         """Repeat an operator on cut operands."""
-        operands = [self.at(x, broadcast(x, node.outputs[0], index)) for x in node.inputs]
+        operands = [self.at(*operand) for operand in self.reader.operands(node, index)]
         steps = {MASK_STEP: node.metadata_props[MASK_STEP]} if MASK_STEP in node.metadata_props else {}
         result = self.op.op(node.op_type, operands, dict(node.attributes), metadata_props=steps)
         return self._like(result, node.outputs[0].dtype, *operands)
@@ -185,26 +203,25 @@ class _Blocks:
 
     def _triangle(self, node: ir.Node, index: Index) -> ir.Value:
         k = optional_input(node, 1)
-        offset = START if k is None else self.reader.position(k, (START,) * rank_of(k))
-        row, column = index[-2:]
-        if offset is None or row is None or column is None:
+        offset = self.scores.constant(0) if k is None else self.reader.position(k, start(self.scores, rank_of(k)))
+        if offset is None:
             raise NotByBlocks(f"the triangle of {node.outputs[0].name!r} is not known")
-        above = column - row - offset
-        kept = self._not_negative(above if node.attributes.get_int("upper", 1) else -above)
+        above = index[-1].sub(index[-2]).sub(offset)
+        kept = self._not_negative(above if node.attributes.get_int("upper", 1) else above.neg())
         return self._either(kept, self.at(node.inputs[0], index), None)
 
     def _joined(self, node: ir.Node, index: Index) -> ir.Value:
         axis = node.attributes["axis"].as_int() % len(index)
         result: ir.Value | None = None
-        for part, position, size in reversed(pieces(list(node.inputs), index[axis], axis) or []):
-            if at_least_zero(position, self.reader.largest).constant is False:
-                continue
-            is_inside = at_least_zero(size - position - 1, self.reader.largest).constant
-            if result is not None and is_inside is False:
+        scores = self.scores
+        for part, position, size in reversed(pieces(scores, node, index) or []):
+            inside = position.lt_set(size)
+            if scores.is_never(position.ge_set(scores.constant(0))) or (result is not None and scores.is_never(inside)):
                 continue
             mine = self.at(part, (*index[:axis], position, *index[axis + 1 :]))
-            whole = result is None or is_inside is True
-            result = mine if whole else self._either(self._not_negative(size - position - 1), mine, result)
+            if result is not None and not scores.is_always(inside):
+                mine = self._either(self._not_negative(size.sub(position).add(scores.constant(-1))), mine, result)
+            result = mine
         if result is None:
             raise NotByBlocks(f"where the parts of {node.outputs[0].name!r} begin is not known")
         return result
@@ -227,14 +244,15 @@ class _Blocks:
     def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:
         """A value in the dims of the scores, with size 1 for each dim along which it does not vary."""
         placed: list[Variable | None] = []
-        for axis, position in enumerate(index):
+        for axis, at in enumerate(index):
+            position = self.scores.closed(at)
             if position is None or len(position.variables) > 1:
                 raise NotByBlocks(f"where {value.name!r} is read is not known")
             variable = next(iter(position.variables), None)
             if variable in placed and variable is not None:
                 raise NotByBlocks(f"{value.name!r} is read twice by {variable.value}")
             placed.append(variable)
-            value = self._along(value, axis, position, variable, in_memory=variables_of(index) >= PAIR)
+            value = self._along(value, axis, position, variable, in_memory=self.variables(index) >= PAIR)
         op, order = self.op, sorted((variable for variable in placed if variable is not None), key=VARIABLES.index)
         perm = [i for i, variable in enumerate(placed) if variable is None] + [
             placed.index(variable) for variable in order
@@ -273,8 +291,11 @@ class _Blocks:
         last = self._number(Affine.dim(dim) - 1)
         return like(self.op.Max(like(self.op.Min(indices, last), indices), constant(self.op, 0)), indices)
 
-    def _not_negative(self, x: Affine) -> ir.Value:
-        """Where `x ≥ 0`, by blocks."""
+    def _not_negative(self, whole: Whole) -> ir.Value:
+        """Where a number is at least 0, by blocks."""
+        x = self.scores.closed(whole)
+        if x is None:
+            raise NotByBlocks("where a part of it begins is not known")
         op, terms = self.op, dict(x.terms)
         if any(len(Affine.atom(atom).variables) > 1 or Affine.atom(atom).variables - PAIR for atom in terms):
             raise NotByBlocks(f"{x.text()} depends on more than a query and a key")
@@ -340,18 +361,18 @@ class _ByKey(_Blocks):
 
     def __init__(self, op: Builder, query: ir.Value, key: ir.Value, is_triangle: bool) -> None:
         super().__init__(op, query, key, _as_it_is)
-        self._asked = at_least_zero(QUERY - KEY, self.reader.largest) if is_triangle else ALWAYS
+        self._asked = self.scores.query.ge_set(self.scores.key) if is_triangle else self.scores.always
 
     def _new(self, value: ir.Value, index: Index) -> ir.Value:
-        if value.dtype == BOOL and rank_of(value) == len(index) and Variable.QUERY in variables_of(index):
+        if value.dtype == BOOL and rank_of(value) == len(index) and Variable.QUERY in self.variables(index):
             truth = self.reader.truth(value, index)
-            for answer, opposite in ((True, ~truth), (False, truth)):
-                if (self._asked & opposite).constant is False:
+            for answer, opposite in ((True, self.scores.opposite(truth)), (False, truth)):
+                if self.scores.is_never(self._asked.intersect(opposite)):
                     return constant(self.op, [[[[answer]]]], BOOL)
         return super()._new(value, index)
 
     def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:
-        if Variable.QUERY in variables_of(index):
+        if Variable.QUERY in self.variables(index):
             raise NotByBlocks(f"{value.name!r} differs by query")
         return super()._on_four_dims(value, index)
 

@@ -1,33 +1,34 @@
 """The keys that every query of a site may see, proved from the mask's graph.
 
-The mask is read backwards (:mod:`.mask_reader`) into regions of queries and keys (:mod:`.regions`). The regions are
-never too small: what cannot be proved to be hidden counts as visible.
+The mask is read backwards (:mod:`.reader`) into a set of queries and keys, which is described by regions
+(:mod:`.shape`). The regions are never too small: what cannot be proved to be hidden counts as visible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+import islpy as isl
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.affine import BATCH, HEAD, KEY, QUERY, Affine, Atom, Dim, Variable, never_negative
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.attention.indices import START, Index
 from attnforge.export.attention.layout import LayoutError, Size, sizes_of
-from attnforge.export.attention.mask_numbers import Between, Choice, Number, bounds, where
-from attnforge.export.attention.mask_reader import Reader
 from attnforge.export.attention.masking import NEGLIGIBLE
-from attnforge.export.attention.regions import ALL, Region, Regions, visible
-from attnforge.export.attention.truth import ALWAYS, NEVER, Kind, Largest, Truth, at_least_zero, unknown
 from attnforge.export.graphs.nodes import input_of, optional_input
+from attnforge.export.masks.affine import Affine, Atom, Dim
+from attnforge.export.masks.indices import Index, unknown
+from attnforge.export.masks.numbers import Between, Number
+from attnforge.export.masks.reader import BOOL, Reader
+from attnforge.export.masks.regions import ALL, Regions, visible
+from attnforge.export.masks.scores import INDICES, Kind, Scores, Whole
+from attnforge.export.masks.shape import fit
 
 FullyMasked = Literal["never", "empty", "mean"]
-
 MOST_COUNTED = 2**16
 """Maximum number of queries whose keys are counted; of more queries, this many are sampled at equal distances."""
 
@@ -103,76 +104,101 @@ def visibility(node: ir.Node) -> Visibility:
     """The pairs that a canonical Attention node's mask and causality leave visible.
 
     Args:
-        node: a canonical node (:mod:`.canonical`).
+        node: a canonical node (:mod:`~attnforge.export.attention.canonical`).
     """
     query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
     assert query.shape is not None and key.shape is not None
     n_q, n_k = Affine.dim(query.shape[2]), Affine.dim(key.shape[2])
-    reader = Reader({Variable.QUERY: n_q - 1, Variable.KEY: n_k - 1})
-    causal = at_least_zero(QUERY - KEY, reader.largest) if node.attributes.get_int("is_causal", 0) else ALWAYS
+    try:
+        return _visibility(node, n_q, n_k)
+    except isl.Error:  # the mask is too large to be read
+        kinds: frozenset[Kind] = frozenset({"pattern"})
+        if mask is not None and mask.dtype != BOOL:
+            kinds |= {"bias"}
+        return Visibility(ALL, kinds, "empty", n_q, n_k)
+
+
+def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
+    mask = optional_input(node, 3)
+    reader = Reader(n_q, n_k)
+    scores = reader.scores
+    is_causal = bool(node.attributes.get_int("is_causal", 0))
+    causal = scores.query.ge_set(scores.key) if is_causal else scores.always
     if mask is None:
-        return Visibility(causal.true.most, frozenset(), "empty", n_q, n_k)
-    number = _total(reader, mask, query, key)
-    seen = _shown(number, NEGLIGIBLE) & causal
-    leaves = _leaves(number) + ([] if causal == ALWAYS else [Between(-inf, -inf)])
-    residue = frozenset() if seen.true.is_exact else seen.kinds or frozenset({"pattern"})
+        return Visibility(fit(scores, scores.may(causal))[0], frozenset(), "empty", n_q, n_k)
+    known = reader.read(mask, scores_index(scores, mask, input_of(node, 0), input_of(node, 1)))
+    scores.context.reset_operations()
+    if isinstance(known, isl.Set):
+        added = [(known, Between(0, 0)), (scores.opposite(known), Between(-inf, -inf))]
+        parts = [(domain, bounds) for domain, bounds in added if not scores.is_never(domain)]
+    else:
+        parts = [(domain, Between(x.least, x.most)) for domain, x in reader.arithmetic.parts(known)]
+    leaves = [bounds for _, bounds in parts] + ([Between(-inf, -inf)] if is_causal else [])
+    seen = _shown(scores, known, NEGLIGIBLE).intersect(causal)
+    must = scores.pairs.subtract(scores.may(scores.opposite(seen)))
+    residue: frozenset[Kind] = frozenset()
     if any(leaf.most > NEGLIGIBLE and leaf != Between(0, 0) for leaf in leaves):
         residue |= {"bias"}
-    fully_masked = _fully_masked(mask, leaves, seen, reader.largest)
+    may = scores.may(seen)
+    if not may.is_subset(must):
+        residue |= _kinds(scores, seen)
+    fully_masked = _fully_masked(mask, leaves, _always_sees_a_key(scores, must))
     if fully_masked is None:  # what such a row gets depends on the scores of all its keys
-        seen = _shown(number, -inf) & causal
-        return Visibility(seen.true.most, residue | {"bias"}, "empty", n_q, n_k)
-    return Visibility(seen.true.most, residue, fully_masked, n_q, n_k)
+        may, residue, fully_masked = (
+            scores.may(_shown(scores, known, -inf).intersect(causal)),
+            residue | {"bias"},
+            "empty",
+        )
+    regions, is_exact = fit(scores, may)
+    if not is_exact:
+        residue |= {"pattern"}
+    return Visibility(regions, residue, fully_masked, n_q, n_k)
 
 
-def _total(reader: Reader, mask: ir.Value, query: ir.Value, key: ir.Value) -> Number:
-    """The number that a mask adds to scores; a boolean mask adds minus infinity where it is False."""
-    known = reader.read(mask, scores_index(mask, query, key))
-    if isinstance(known, Truth):
-        return Choice(known, Between(0, 0), Between(-inf, -inf))
-    return known
-
-
-def scores_index(mask: ir.Value, query: ir.Value, key: ir.Value) -> Index:
+def scores_index(scores: Scores, mask: ir.Value, query: ir.Value, key: ir.Value) -> Index:
     """The index at which a mask is read for a score: its dims broadcast to those of the scores."""
     try:
         have, full = sizes_of(mask), (*sizes_of(query)[:3], sizes_of(key)[2])
     except LayoutError:
         return ()
-    variables = (BATCH, HEAD, QUERY, KEY)
+    variables = (scores.batch, scores.head, scores.query, scores.key)
 
-    def position(size: Size, whole: Size, variable: Affine) -> Affine | None:
-        if size == whole:
-            return variable if size != Size() else START
-        return START if size == Size() else None  # a dynamic dim of another size may be 1 at run time
+    def position(size: Size, whole: Size, variable: Whole) -> Whole:
+        if size == whole and size != Size():
+            return variable
+        return scores.constant(0) if size == Size() else unknown(scores)  # of another size, it may be 1 at run time
 
     triples = zip(have, full[4 - len(have) :], variables[4 - len(have) :], strict=True)
     return tuple(position(*triple) for triple in triples)
 
 
-def _shown(number: Number, hidden: float) -> Truth:
-    """The condition for a number that is added to scores to be above `hidden`."""
-    if isinstance(number, Choice):
-        return where(number.condition, _shown(number.yes, hidden), _shown(number.no, hidden))
-    ends = bounds(number)
-    return NEVER if ends.most <= hidden else ALWAYS if ends.least > hidden else unknown("bias")
+def _shown(scores: Scores, known: isl.Set | Number, hidden: float) -> isl.Set:
+    """The condition for what is added to scores to be above `hidden`."""
+    if isinstance(known, isl.Set):
+        return known
+    result = known.whole.domain()
+    if hidden != -inf:
+        result = known.whole.gt_set(scores.constant(int(np.floor(hidden))))
+    for domain, bounds in known.rest:
+        if bounds.most > hidden:
+            result = result.union(
+                domain if bounds.least > hidden else domain.intersect(scores.unknown_condition((), "bias"))
+            )
+    return result
 
 
-def _leaves(number: Number) -> list[Between]:
-    if isinstance(number, Choice):
-        return _leaves(number.yes) + _leaves(number.no)
-    return [replace(bounds(number), is_number=True)]  # NaN does not make a hidden key visible
+def _kinds(scores: Scores, seen: isl.Set) -> frozenset[Kind]:
+    """What a condition depends on, apart from the indices of queries and keys."""
+    kinds = {kind for name, (_, kind) in scores.opaque.items() if scores.depends_on(seen, name)}
+    return frozenset(kinds or {"pattern"})
 
 
-# --- fully masked rows ------------------------------------------------------------------------------------------------
-
-
-def _fully_masked(mask: ir.Value, leaves: list[Between], seen: Truth, largest: Largest) -> FullyMasked | None:
+def _fully_masked(mask: ir.Value, leaves: list[Between], always_sees_a_key: bool) -> FullyMasked | None:
     """What fully masked rows get; None if it is none of the three cases."""
     hidden = {leaf for leaf in leaves if leaf.most <= NEGLIGIBLE}
     if hidden <= {Between(-inf, -inf)}:
         return "empty"
-    if any(_sees_a_key(region, largest) for region in seen.true.least):
+    if always_sees_a_key:
         return "never"
     if len(hidden) > 1 or any(leaf.least <= NEGLIGIBLE < leaf.most for leaf in leaves):
         return None
@@ -194,31 +220,10 @@ def _replaces(mask: ir.Value, number: float) -> bool:
     return number <= 0.9 * float(ml_dtypes.finfo(mask.dtype.numpy()).min)  # type: ignore[no-untyped-call]
 
 
-def _sees_a_key(region: Region, largest: Largest) -> bool:
-    """Whether every query is proved to have a key in a region."""
-    band, blocks = region.band, region.blocks
-    if not region.queries.is_open:
-        return False
-    if not region.keys.is_open:  # only a prefix of at least one key
-        first, last = region.keys.least, region.keys.most
-        return first is None and band.is_open and blocks is None and last is not None and never_negative(last)
-    least, most = band.least, band.most
-    if blocks is not None:  # the query's own key
-        in_own_block = (
-            blocks.query == blocks.key
-            and not blocks.numbers.is_empty
-            and _has_zero(blocks.numbers.least, blocks.numbers.most)
-        )
-        return (
-            in_own_block and _has_zero(least, most) and never_negative(largest[Variable.KEY] - largest[Variable.QUERY])
-        )
-    reaches = most is None or never_negative(most - largest[Variable.QUERY] + largest[Variable.KEY])
-    begins = least is None or never_negative(-least)
-    return reaches and begins and (least is None or most is None or never_negative(most - least))
+def _always_sees_a_key(scores: Scores, must: isl.Set) -> bool:
+    """Whether every query sees a key."""
+    queries = (pairs.project_out(INDICES, 1, 1) for pairs in (scores.pairs, must))
+    return isl.Set.is_subset(*queries)
 
 
-def _has_zero(least: Affine | None, most: Affine | None) -> bool:
-    return (least is None or never_negative(-least)) and (most is None or never_negative(most))
-
-
-__all__ = ["Region", "Unsized", "Visibility", "numbers_at", "visibility"]
+__all__ = ["Kind", "Unsized", "Visibility", "numbers_at", "visibility"]

@@ -12,10 +12,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.affine import Atom, Scalar
 from attnforge.export.attention.layout import Size
 from attnforge.export.attention.masking import NEGLIGIBLE
-from attnforge.export.attention.visibility import Visibility, numbers_at, visibility
+from attnforge.export.masks.affine import Atom, Scalar
+from attnforge.export.masks.visibility import Visibility, numbers_at, visibility
 from tests.support.random_graphs import BOOL, INT64, Drawn
 from tests.support.random_masks import KEYS, LEAVES, QUERIES, MaskWriter, RandomMask, drawn_mask
 
@@ -79,7 +79,7 @@ def proved(write: Callable[[MaskWriter], ir.Value]) -> str:
     return visibility(ir.node("Attention", [query, key, key, write(g)], {"scale": 1.0})).text()
 
 
-@pytest.mark.parametrize(("least", "known"), [(None, "band −∞ … 0"), (3, "all, residue: condition")])
+@pytest.mark.parametrize(("least", "known"), [(None, "band −∞ … 0"), (3, "all, residue: padding")])
 def test_a_running_sum_is_over_all_before_the_index(least: int | None, known: str) -> None:
     """A mask that compares `(arange(n + 5) >= least).cumsum()[5:]`, or a cumsum of ones, to the query's index."""
 

@@ -1,0 +1,280 @@
+"""Numbers as functions of the query and key index: integers, known exactly, and numbers between two bounds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import ceil, floor, inf, isfinite, isnan
+
+import islpy as isl
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.masks.affine import Variable
+from attnforge.export.masks.scores import Scores, Whole
+
+MOST_PARTS = 16
+"""Maximum number of parts of a number that are bounded only."""
+
+LARGEST = float(np.finfo(np.float64).max)
+INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64})
+EXACT = INTEGERS | {ir.DataType.DOUBLE}
+"""Types that represent every position, and what is computed from it, exactly."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number between two bounds, inclusive; it may be NaN unless `is_number`."""
+
+    least: float = -inf
+    most: float = inf
+    is_number: bool = True
+
+    @property
+    def number(self) -> float | None:
+        """The only number that it may be; None if there are others."""
+        return self.least if self.is_number and self.least == self.most else None
+
+
+UNKNOWN = Between(is_number=False)
+Part = tuple[isl.Set, Between]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number at every query and key.
+
+    Attributes:
+        whole: where it is an integer, and which.
+        rest: where it is between bounds. All domains are apart, and together they are everywhere.
+    """
+
+    whole: Whole
+    rest: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Arithmetic and comparisons of numbers over the scores of a site."""
+
+    scores: Scores
+    _nowhere: Whole = field(init=False)
+
+    def __post_init__(self) -> None:
+        nothing = self.scores.constant(0).intersect_domain(self.scores.never)
+        object.__setattr__(self, "_nowhere", nothing)
+
+    def of(self, parts: Sequence[Part], whole: Whole | None = None) -> Number:
+        """The number that is between these bounds, and else an integer; unknown if it has too many parts."""
+        rest: dict[Between, isl.Set] = {}
+        whole = self._nowhere if whole is None else whole
+        for domain, bounds in parts:
+            if self.scores.is_never(domain):
+                continue
+            number = bounds.number
+            if number is not None and isfinite(number) and number == floor(number) and abs(number) < 2**53:
+                whole = whole.union_add(self.scores.constant(int(number)).intersect_domain(domain))
+            else:
+                rest[bounds] = rest[bounds].union(domain) if bounds in rest else domain
+        if len(rest) > MOST_PARTS:
+            return self.between(UNKNOWN)
+        return Number(self.scores.short(whole), tuple((domain.coalesce(), bounds) for bounds, domain in rest.items()))
+
+    def between(self, bounds: Between) -> Number:
+        return self.of([(self.scores.always, bounds)])
+
+    def constant(self, number: float) -> Number:
+        return self.between(UNKNOWN if isnan(number) else Between(number, number))
+
+    def choose(self, condition: isl.Set, yes: Number, no: Number) -> Number:
+        """`yes` where a condition is True, else `no`."""
+        opposite = self.scores.opposite(condition)
+        parts = [(domain.intersect(within), bounds) for within, number in ((condition, yes), (opposite, no))
+                 for domain, bounds in number.rest]  # fmt: skip
+        whole = yes.whole.intersect_domain(condition).union_add(no.whole.intersect_domain(opposite))
+        return self.of(parts, whole)
+
+    def parts(self, number: Number) -> list[Part]:
+        """The bounds of a number, everywhere."""
+        return [*self._bounded(number.whole), *number.rest]
+
+    def _bounded(self, whole: Whole) -> list[Part]:
+        parts = []
+        for domain, x in whole.get_pieces():
+            if x.is_cst():
+                least = most = float(x.get_constant_val().to_python())
+            else:  # an integer is finite
+                ends = self.scores.bounds(isl.PwAff.from_aff(x).intersect_domain(domain))
+                least, most = max(ends[0], -LARGEST), min(ends[1], LARGEST)
+            if least <= most:
+                parts.append((domain, Between(least, most)))
+        return parts
+
+    def compute(self, op_type: str, a: Number, b: Number) -> Number:
+        """Compute Add, Sub, Mul, Div (of integers, towards zero), Floored (rounded down), Ratio
+        (of any numbers), Mod, Max or Min."""
+        exact = _ON_WHOLE.get(op_type)
+        whole = None if exact is None else exact(self.scores, a.whole, b.whole)
+        if whole is not None and not a.rest and not b.rest:
+            return Number(self.scores.short(whole))
+        left, right = self._bounded(a.whole), self._bounded(b.whole)
+        pairs = [
+            *product(a.rest, [*right, *b.rest]),
+            *product(left, b.rest if whole is not None else [*right, *b.rest]),
+        ]
+        return self.of([(domain.intersect(other), _between(op_type, x, y)) for (domain, x), (other, y) in pairs], whole)
+
+    # --- comparisons
+
+    def at_least(self, a: Number, b: Number, variables: frozenset[Variable]) -> isl.Set:
+        """`a ≥ b`; what is not known depends on `variables`."""
+        return self._compared(a, b, variables, isl.PwAff.ge_set, _at_least, (floor, ceil))
+
+    def equal(self, a: Number, b: Number, variables: frozenset[Variable]) -> isl.Set:
+        return self._compared(a, b, variables, isl.PwAff.eq_set, _equal)
+
+    def _compared(
+        self,
+        a: Number,
+        b: Number,
+        variables: frozenset[Variable],
+        exactly: Callable[[Whole, Whole], isl.Set],
+        by_bounds: Callable[[Between, Between], bool | None],
+        rounding: tuple[Callable[[float], int], Callable[[float], int]] | None = None,
+    ) -> isl.Set:
+        result = exactly(a.whole, b.whole)
+        pairs = [(left, right) for left in a.rest for right in b.rest]
+        for whole, rest, is_left in ((a.whole, b.rest, True), (b.whole, a.rest, False)):
+            for domain, bounds in rest:
+                if rounding is not None and bounds.number is not None and isfinite(bounds.number):
+                    rounded = rounding[is_left](bounds.number)
+                    number = self.scores.constant(rounded).intersect_domain(domain)
+                    result = result.union(exactly(whole, number) if is_left else exactly(number, whole))
+                else:
+                    others = [((domain, bounds), part) for part in self._bounded(whole)]
+                    pairs += [(part, mine) for mine, part in others] if is_left else others
+        for (domain, x), (other, y) in pairs:
+            answer, both = by_bounds(x, y), domain.intersect(other)
+            if answer is not False and not self.scores.is_never(both):
+                known = self.scores.always if answer else self.scores.unknown_condition(variables)
+                result = result.union(both.intersect(known))
+        return result
+
+    def is_true(self, number: Number, variables: frozenset[Variable]) -> isl.Set:
+        """Where a number is not 0."""
+        return self.scores.opposite(self.equal(number, self.constant(0), variables))
+
+    def stored(self, number: Number, dtype: ir.DataType | None) -> Number:
+        """A number as a type stores it; unknown if the type may not represent it exactly, as with large positions."""
+        if dtype in EXACT:
+            return number
+        if dtype is None or not (dtype.is_floating_point() or dtype.is_integer()):
+            return self.between(UNKNOWN)
+        if dtype.is_floating_point():
+            most = 2.0 ** (ml_dtypes.finfo(dtype.numpy()).nmant + 1)  # type: ignore[no-untyped-call]
+            least, parts = -most, [(domain, _rounded(bounds, dtype)) for domain, bounds in number.rest]
+        else:
+            least, most, parts = 0.0, 127.0, [(domain, UNKNOWN) for domain, _ in number.rest]
+        ends = self.scores.bounds(number.whole, few_tokens=True)
+        if (least <= ends[0] and ends[1] <= most) or ends[0] > ends[1]:
+            return self.of(parts, number.whole)
+        bounds = [(domain, _rounded(x, dtype) if dtype.is_floating_point() else UNKNOWN) for domain, x in
+                  self._bounded(number.whole)]  # fmt: skip
+        return self.of([*parts, *bounds])
+
+    def truncated(self, number: Number) -> Number:
+        """A number cast to integers."""
+        return self.of([(domain, UNKNOWN) for domain, _ in number.rest], number.whole)
+
+
+def _rounded(ends: Between, dtype: ir.DataType) -> Between:
+    """Bounds rounded to a floating-point type: rounding keeps the order of numbers."""
+    with np.errstate(over="ignore"):
+        least, most = np.array([ends.least, ends.most]).astype(dtype.numpy()).astype(np.float64)
+    return Between(float(least), float(most), ends.is_number)
+
+
+def _positive(x: Whole) -> int | None:
+    """The positive integer that it is everywhere; None for others."""
+    pieces = x.get_pieces()
+    numbers = {piece.get_constant_val().to_python() for _, piece in pieces if piece.is_cst()}
+    number = numbers.pop() if len(numbers) == 1 and all(piece.is_cst() for _, piece in pieces) else None
+    return number if number is not None and number > 0 else None
+
+
+def _product(scores: Scores, a: Whole, b: Whole) -> Whole | None:
+    return a.mul(b) if a.is_cst() or b.is_cst() else None
+
+
+def _divided(scores: Scores, a: Whole, b: Whole) -> Whole | None:
+    return None if _positive(b) is None else a.tdiv_q(b)
+
+
+def _floored(scores: Scores, a: Whole, b: Whole) -> Whole | None:
+    divisor = _positive(b)
+    return None if divisor is None else scores.divided(a.intersect_domain(b.domain()), divisor)
+
+
+def _remainder(scores: Scores, a: Whole, b: Whole) -> Whole | None:
+    divisor = _positive(b)
+    return None if divisor is None else a.intersect_domain(b.domain()).mod_val(scores.value(divisor))
+
+
+_ON_WHOLE: Mapping[str, Callable[[Scores, Whole, Whole], Whole | None]] = {
+    "Add": lambda scores, a, b: a.add(b),
+    "Sub": lambda scores, a, b: a.sub(b),
+    "Max": lambda scores, a, b: a.max(b),
+    "Min": lambda scores, a, b: a.min(b),
+    "Mul": _product,
+    "Div": _divided,
+    "Floored": _floored,
+    "Mod": _remainder,
+}
+
+_ON_BOUNDS: Mapping[str, Callable[[float, float], float]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Max": max,
+    "Min": min,
+}
+
+
+def _between(op_type: str, a: Between, b: Between) -> Between:
+    """The bounds of a result; for Add, Sub, Mul, Max and Min they are computed from the operands' bounds.
+
+    Minus infinity stays minus infinity, whatever is added: a bias of infinity or NaN does not make a hidden key
+    visible.
+    """
+    if op_type == "Add" and -inf in (a.most, b.most):
+        return Between(-inf, -inf, is_number=False)
+    function = _ON_BOUNDS.get(op_type)
+    if op_type == "Ratio" and b.least == b.most and b.least not in (0, inf, -inf):
+        ends = [a.least / b.least, a.most / b.least]
+    elif function is not None:
+        ends = [float(function(x, y)) for x in (a.least, a.most) for y in (b.least, b.most)]
+    else:
+        return UNKNOWN
+    is_defined = op_type in ("Max", "Min") or all(map(isfinite, (a.least, a.most, b.least, b.most)))
+    is_number = a.is_number and b.is_number and is_defined
+    return UNKNOWN if any(map(isnan, ends)) else Between(min(ends), max(ends), is_number)
+
+
+def _at_least(a: Between, b: Between) -> bool | None:
+    if not (a.is_number and b.is_number):  # with NaN, a comparison and its opposite are both False
+        return None
+    if a.least >= b.most and isfinite(b.most):
+        return True
+    return False if a.most < b.least else None
+
+
+def _equal(a: Between, b: Between) -> bool | None:
+    if a.least > b.most or a.most < b.least:
+        return False
+    return True if a.number is not None and a.number == b.number else None
+
+
+__all__ = ["Arithmetic", "Between", "Number"]

@@ -1,0 +1,209 @@
+"""Regions that describe a set of queries and keys: exactly, where there are few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import islpy as isl
+
+from attnforge.export.masks.affine import Affine, Atom, Quotient, Variable
+from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, Region, Regions
+from attnforge.export.masks.scores import Scores, Whole
+
+
+def pairs_of(scores: Scores, region: Region, query: Whole | None = None, key: Whole | None = None) -> isl.Set:
+    """The pairs of a region; by default of the scores' own indices."""
+    query, key = scores.query if query is None else query, scores.key if key is None else key
+    ranges = [(query.sub(key), region.band), (query, region.queries), (key, region.keys)]
+    if (blocks := region.blocks) is not None:
+        numbers = (scores.divided(x.add(scores.whole(shift)), blocks.size)
+                   for x, shift in ((query, blocks.query), (key, blocks.key)))  # fmt: skip
+        ranges.append((isl.PwAff.sub(*numbers), blocks.numbers))
+    result = scores.always
+    for x, interval in ranges:
+        if interval.least is not None:
+            result = result.intersect(x.ge_set(scores.whole(interval.least)))
+        if interval.most is not None:
+            result = result.intersect(x.le_set(scores.whole(interval.most)))
+    return result
+
+
+def fit(scores: Scores, may: isl.Set) -> tuple[Regions, bool]:
+    """Regions that contain all pairs of a set, and whether they contain no others.
+
+    Each part of the set is a region, widened as far as the set allows.
+    """
+    pairs = scores.pairs
+    if may.is_empty():
+        return NONE, True
+    simple = may.gist(pairs).coalesce().compute_divs()
+    parts = [_region(scores, part) for part in simple.get_basic_sets()]
+    union = _union(scores, parts, pairs).union(may)
+    is_exact = union.is_subset(may)
+    hull = _region(scores, simple.unshifted_simple_hull())
+    if len(parts) > 4 * MOST_REGIONS or not is_exact:
+        parts, union = [hull], pairs_of(scores, hull).intersect(pairs)
+    regions = list(dict.fromkeys(_widened(scores, part, union, pairs) for part in parts))
+    for region in sorted(regions, key=_size):
+        others = [other for other in regions if other != region]
+        if others and pairs_of(scores, region).intersect(pairs).is_subset(_union(scores, others, pairs)):
+            regions = others
+    if len(regions) > MOST_REGIONS:
+        regions = [_widened(scores, hull, pairs_of(scores, hull), pairs)]
+    regions = sorted((_closed(scores, region, pairs) for region in regions), key=_order)
+    found = _union(scores, regions, pairs)
+    return (tuple(regions), found.is_subset(may)) if may.is_subset(found) else (ALL, False)
+
+
+def _union(scores: Scores, regions: Sequence[Region], pairs: isl.Set) -> isl.Set:
+    return reduce(isl.Set.union, (pairs_of(scores, region) for region in regions)).intersect(pairs)
+
+
+def _widened(scores: Scores, region: Region, union: isl.Set, pairs: isl.Set) -> Region:
+    """A region without the ends that are not needed for it to stay within a set."""
+    for looser in region.looser():
+        if pairs_of(scores, looser).intersect(pairs).is_subset(union):
+            return _widened(scores, looser, union, pairs)
+    return region
+
+
+def _closed(scores: Scores, region: Region, pairs: isl.Set) -> Region:
+    """A region whose blocks have both ends, if its other ranges leave only the same blocks."""
+    blocks = region.blocks
+    if blocks is None or (blocks.numbers.least is None) == (blocks.numbers.most is None):
+        return region
+    end = blocks.numbers.least or blocks.numbers.most
+    same = replace(region, blocks=replace(blocks, numbers=Interval(end, end)))
+    wide = pairs_of(scores, region).intersect(pairs)
+    return same if wide.is_subset(pairs_of(scores, same)) else region
+
+
+def _size(region: Region) -> int:
+    """Fewer for regions with more ends."""
+    return -sum(1 for _ in region.looser())
+
+
+def _order(region: Region) -> tuple[bool, bool, str]:
+    return not region.queries.is_open, not region.keys.is_open, region.text()
+
+
+# --- regions of isl's constraints -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _End:
+    """One end of a range: of `band`, `queries`, `keys`, or of the numbers of blocks."""
+
+    of: str | Blocks
+    end: Affine
+    is_least: bool
+
+
+def _region(scores: Scores, part: isl.BasicSet) -> Region:
+    """The smallest region that contains a set, by its constraints; those that are no end of a region are dropped."""
+    region = Region()
+    for constraint in part.get_constraints():
+        for end in _ends(scores, constraint):
+            region = _bounded(region, end)
+    return region
+
+
+def _bounded(region: Region, end: _End) -> Region:
+    blocks, side = region.blocks, "least" if end.is_least else "most"
+    if isinstance(end.of, str):
+        interval = getattr(region, end.of)
+        return region if getattr(interval, side) else replace(region, **{end.of: replace(interval, **{side: end.end})})
+    if blocks is None:
+        blocks = replace(end.of, numbers=Interval())
+    if (blocks.size, blocks.query, blocks.key) != (end.of.size, end.of.query, end.of.key):
+        return region
+    return replace(region, blocks=replace(blocks, numbers=replace(blocks.numbers, **{side: end.end})))
+
+
+def _ends(scores: Scores, constraint: isl.Constraint) -> Iterator[_End]:
+    """The ends that a constraint gives: one, or two for an equality."""
+    x = scores.sum_of(constraint.get_aff())
+    if x is not None:
+        for side in (x, -x)[: 1 + constraint.is_equality()]:
+            end = _end(side)
+            if end is not None:
+                yield end
+
+
+def _end(x: Affine) -> _End | None:
+    """`x ≥ 0` as an end; None if it is none."""
+    factors = dict(x.terms)
+    query, key = factors.pop(Variable.QUERY, 0), factors.pop(Variable.KEY, 0)
+    quotients = {atom: factors.pop(atom) for atom in list(factors) if Affine.atom(atom).variables}
+    rest = Affine.of(x.number, factors)
+    if not quotients:
+        return _of_indices(query, key, rest)
+    counted = [found for atom, n in quotients.items() if (found := _counted(atom, n)) is not None]
+    if len(counted) < len(quotients) or len(counted) > 2:
+        return None
+    first, *others = sorted(counted, key=lambda one: one.of is Variable.KEY)
+    if not others:
+        return _of_quotient(first, *((query, key) if first.of is Variable.QUERY else (key, query)), rest)
+    second = others[0]
+    is_difference = first.of is not second.of and first.size == second.size and first.factor == -second.factor
+    if query or key or not is_difference:
+        return None
+    end = rest.floor_divided(abs(first.factor))
+    return _of_blocks(first.size, first.shift, second.shift, -end if first.factor > 0 else end, first.factor > 0)
+
+
+def _of_quotient(counted: _Counted, own: int, other: int, rest: Affine) -> _End | None:
+    """`counted + own · its index + other · the other index + rest ≥ 0` as an end."""
+    size, shift, factor, is_query = counted.size, counted.shift, counted.factor, counted.of is Variable.QUERY
+    if not own and not other:
+        block = rest.floor_divided(abs(factor))
+        end = -block * size - shift if factor > 0 else block * size + (size - 1) - shift
+        return _End("queries" if is_query else "keys", end, factor > 0)
+    if own or abs(other) != 1 or factor != -other * size:
+        return None
+    # other index + rest ≥ size·number, or other index − rest − 1 < size·number
+    other_shift, apart = (rest, 0) if other > 0 else (-rest - 1, 1)
+    if is_query:
+        return _of_blocks(size, shift, other_shift, Affine(apart), other < 0)
+    return _of_blocks(size, other_shift, shift, Affine(-apart), other > 0)
+
+
+def _of_indices(query: int, key: int, rest: Affine) -> _End | None:
+    if (query and key and query + key) or not (query or key):
+        return None
+    factor = query or key
+    end = rest.floor_divided(abs(factor))
+    return _End("band" if query and key else "queries" if query else "keys", -end if factor > 0 else end, factor > 0)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """`factor · ((index + shift) // size)`, of a query or a key."""
+
+    of: Variable
+    size: int
+    shift: Affine
+    factor: int
+
+
+def _counted(atom: Atom, factor: int) -> _Counted | None:
+    if not isinstance(atom, Quotient):
+        return None
+    size, factors = atom.divisor, dict(atom.numerator.terms)
+    found = [(variable, factors.pop(variable)) for variable in (Variable.QUERY, Variable.KEY) if variable in factors]
+    shift = Affine.of(atom.numerator.number, factors)
+    if len(found) != 1 or abs(found[0][1]) != 1 or shift.variables:
+        return None
+    variable, sign = found[0]
+    if sign < 0:  # (−x + shift) // size is −((x − shift + size − 1) // size)
+        return _Counted(variable, size, -shift + (size - 1), -factor)
+    return _Counted(variable, size, shift, factor)
+
+
+def _of_blocks(size: int, query: Affine, key: Affine, end: Affine, is_least: bool) -> _End:
+    """An end of the numbers of blocks, with shifts that are less than a block."""
+    whole = query.number // size - key.number // size
+    query, key = (Affine(shift.number % size, shift.terms) for shift in (query, key))
+    return _End(Blocks(size, query, key), end - whole, is_least)
