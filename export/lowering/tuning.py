@@ -32,7 +32,7 @@ from attnforge.export.lowering.forms import Candidate, FormChoice, Row, Unmeasur
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
-from attnforge.runtime.race import ALIKE, medians
+from attnforge.runtime.race import ALIKE, LONG, medians
 
 ROUNDS = 9
 """Number of times that every candidate is timed."""
@@ -41,9 +41,9 @@ LARGEST_SCORES = 2**26
 """Bytes of scores above which no form that materialises them is tried: the forms of a site, which are in memory at
 once, take about thirteen times as much."""
 
-LONG, CALLS = 1.0, 5
-"""Seconds of a call from which forms are timed only if there is time for so many calls of each, which is the least that
-:func:`~attnforge.runtime.race.medians` makes."""
+CALLS = 5
+"""The fewest calls that :func:`~attnforge.runtime.race.medians` makes of a form. Forms whose calls are long are timed
+only if there is time for these."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Tuner:
                 output = self._engine.read(run())
                 seconds = time.perf_counter() - start
                 if seconds > LONG and start + CALLS * len(candidates) * seconds > end:
-                    raise Unmeasurable(f"a call takes {seconds:.0f} seconds, so there is no time to compare its forms")
+                    raise Unmeasurable(f"a call takes {seconds:.1f} seconds, so there is no time to compare its forms")
                 return run, output
 
             runs, refused = agreeing(candidates, opened, self._engine.name)
