@@ -26,6 +26,7 @@ from attnforge.report.render import error
 
 if TYPE_CHECKING:
     from attnforge.export.diagnosis.diagnose import Diagnosis
+    from attnforge.report.quantising import QuantisingCost
     from attnforge.runtime.parity.verify import Report
 
 
@@ -109,21 +110,24 @@ def verify(
         check_page(html, force)
     with stages_shown(as_json) as progress:
         progress(f"verify {bundle}")
+        opened = attnforge.Bundle(bundle, trusted=trusted)
         if results is not None:
             from attnforge.runtime.parity.results import verify_results
 
             model = backend[0] if backend else None
-            report = verify_results(bundle, results, model, metric=metric, least=least, trusted=trusted)
+            report = verify_results(opened, results, model, metric=metric, least=least)
         else:
-            report = attnforge.verify(bundle, backend, metric=metric, least=least, trusted=trusted)
+            report = attnforge.verify(opened, backend, metric=metric, least=least)
         if html is not None:
             from attnforge.report.verify_page import write_page
 
             progress(f"write {html}")
-            write_page(report, attnforge.Bundle(bundle, trusted=trusted), html, force=force)
+            write_page(report, opened, html, force=force)
 
     def view() -> None:
-        _print_report(report)
+        from attnforge.report.quantising import cost_of_quantising
+
+        _print_report(report, cost_of_quantising(report, opened.manifest))
         if html is not None:
             say_path("page", html)
 
@@ -185,8 +189,10 @@ def sign(
 # --- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _print_report(report: Report) -> None:
-    """Print what a verification measured, one row per backend, and every failure."""
+def _print_report(report: Report, cost: QuantisingCost | None) -> None:
+    """Print what quantising costs, what a verification measured, one row per backend, and every failure."""
+    if cost is not None:
+        say(cost.text, "yellow" if cost.exceeds else None)
     head = ("backend", "", "error", "eager's", "budget", "worst case", "cases")
     rows = [
         (

@@ -17,6 +17,7 @@ from attnforge.report import error_charts
 from attnforge.report.attention_maps import attention_maps
 from attnforge.report.attention_section import attention_section
 from attnforge.report.charts import Picture
+from attnforge.report.quantising import QuantisingCost, cost_of_quantising
 from attnforge.report.render import check_page, error, write_template
 from attnforge.runtime.parity.budget import budget_precision
 from attnforge.runtime.parity.comparison import BINS_A_DECADE, LEAST_DECADE, Comparison
@@ -81,6 +82,7 @@ def write_page(
         attention = attention_maps(opened)
         sites, drawn = attention_section(attention, manifest)
         cases = {case.name: case for case in report.cases}
+        cost = cost_of_quantising(report, manifest)
         floors = [budget_precision(manifest, name).floor for name in report.backends]
         return write_template(
             TEMPLATE,
@@ -88,7 +90,8 @@ def write_page(
             report=report,
             manifest=manifest,
             floors=floors or [precision_named(manifest.precision).floor],
-            verdict=_verdict(report),
+            verdict=_verdict(report, cost),
+            tone="bad" if not report.passed else "warn" if cost is not None and cost.exceeds else "good",
             cases=cases,
             charts={name: _charts(name, backend, cases) for name, backend in report.backends.items()},
             worst_first=_worst_first,
@@ -103,13 +106,18 @@ def write_page(
         )
 
 
-def _verdict(report: Report) -> str:
-    """Summarise the report in one or two sentences."""
+def _verdict(report: Report, cost: QuantisingCost | None) -> str:
+    """Summarise the report in a few sentences; of a quantised model, what quantising costs comes first."""
     if not report.backends:
         return "No backend could run on this machine, so nothing was verified."
     failed = {name: backend for name, backend in report.backends.items() if not backend.passed}
     if not failed:
         names, verb = " and ".join(report.backends), "stays" if len(report.backends) == 1 else "stay"
+        if cost is not None:
+            return (
+                f"{cost.text} The backends add nothing to that: in every case, {names} {verb} within the error that "
+                "arithmetic on the quantised model explains."
+            )
         return (
             f"The deployed model computes the same function as the original: in every case, {names} {verb} within the "
             f"error that {report.precision} arithmetic explains."
