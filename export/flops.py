@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.layout import LayoutError, sizes_of
 from attnforge.export.attention.operators import is_standard
-from attnforge.export.lowering.tuning import Unmeasurable, evaluated
+from attnforge.export.lowering.forms import Unmeasurable, evaluated
 
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention")
 """Operators that multiply and add."""

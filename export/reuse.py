@@ -24,7 +24,7 @@ from attnforge.bundle import (
     SessionSettings,
 )
 from attnforge.cache import DeployCache
-from attnforge.export.lowering.tuning import FormChoice
+from attnforge.export.lowering.forms import FormChoice
 from attnforge.export.reference import Data, ReferenceModel
 from attnforge.export.tensorrt.process import Answer, Request
 from attnforge.files import sha256
@@ -128,7 +128,7 @@ class Reuse:
 
     def _forms(self, sizes: Mapping[str, int], target: str | None) -> dict[str, Any]:
         of = {} if target is None else {"target": target}
-        return self._about("forms", CANONICAL) | {"sizes": dict(sizes)} | of
+        return self._about("measured forms", CANONICAL) | {"sizes": dict(sizes)} | of
 
     def measured(self, manifest: Manifest, measure: Callable[[], None]) -> None:
         """Add the session's settings and the choice of a backend to a manifest, which lists all files of its bundle.

@@ -28,7 +28,7 @@ a bias gives NaN, like a bare softmax.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -49,27 +49,23 @@ from attnforge.export.graphs.build import (
     constant,
     dims_of,
     initializer,
-    insert,
     like,
-    replace_value,
     typed,
 )
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.types import widen
-from attnforge.export.lowering import step_tuning
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered, attentions
-from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered
 from attnforge.export.lowering.blocks import BAND, in_blocks, written
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
+from attnforge.export.lowering.forms import CONTRIB, Candidate, Row, usual
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
-from attnforge.export.lowering.tuning import Candidate, FormChoice, Measurement, Tuner, usual
+from attnforge.export.lowering.tuning import Tuner, lower_sites, plain_first
 from attnforge.export.masks.at_blocks import mask_by_key
 
 BOOL, INT32, FLOAT = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.FLOAT
 
-CONTRIB = "com.microsoft"
 MULTI_HEAD = f"{CONTRIB}::MultiHeadAttention"
 ONE_HEAD = f"{MULTI_HEAD}, a head at a time"
 HEAD_AFTER_HEAD = f"{MULTI_HEAD}, head after head"
@@ -126,31 +122,11 @@ def lower(
         modified |= rewrite(model).modified
     if device == "cpu":
         modified |= widen(model, caches(model)).modified | integer_products(model).modified
-    lowered = []
-    for site, attention in attentions(model, sites):
-        candidates = candidates_for(site.name, attention)
-        without_scores = [c.form for c in candidates if not c.materialises_scores and device == "cpu"]
-        choice = _by_rules(attention, sizes, without_scores)
-        if device == "cuda":
-            choice = _on_cuda(attention, sizes, candidates) or choice
-        if tuner is not None:
-            choice = tuner.choose(attention, candidates, choice, None if attention.cached is None else OF_STEPS)
-        candidate = next(candidate for candidate in candidates if candidate.form == choice.form)
-        if device == "cpu":
-            candidate, choice = _in_less_memory(attention, candidate, choice, largest or sizes)
-        write(model.graph, attention, candidate)
-        lowered.append(candidate.lowered(site.name, choice))
+    offered = partial(rows, sizes=sizes, largest=largest or sizes, device=device)
+    lowered = lower_sites(model, sites, offered, tuner)
     modified |= casts_for_fp8(model).modified | bool(lowered)  # after the sites, which are recognised by their Q/DQ
     modified |= RemoveUnusedNodesPass()(model).modified
     return SitesResult(model, modified, lowered)
-
-
-def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
-    """Replace a site by a form. The Attention node stays, without users."""
-    result = insert(graph, attention.node, lambda op: candidate.emit(op, attention, candidate.node))
-    replace_value(attention.output.value, result)
-    if candidate.form.startswith(CONTRIB):
-        graph.opset_imports[CONTRIB] = 1
 
 
 # --- which form -------------------------------------------------------------------------------------------------------
@@ -158,64 +134,122 @@ def write(graph: ir.Graph, attention: Attention, candidate: Candidate) -> None:
 
 def candidates_for(site: str, a: Attention) -> list[Candidate]:
     """The forms that compute `a` at any sizes; the plain products first, in a decoder step those over the cache."""
+    return plain_first(rows(site, a, {}, {}))
+
+
+def rows(
+    site: str, a: Attention, sizes: Mapping[str, int], largest: Mapping[str, int], device: str = "cpu"
+) -> list[Row]:
+    """The forms of a site in order of preference, the plain products last.
+
+    Args:
+        site: its name.
+        a: the site.
+        sizes: the usual size of each symbolic dim.
+        largest: the largest size of each.
+        device: `"cpu"` or `"cuda"`, where only forms that were measured there pay.
+    """
+    on_cpu = device == "cpu"
     if a.cached is not None:
-        return _candidates_for_step(site, a)
-    multi_head, grouped = f"{site}/MultiHeadAttention", f"{site}/GroupQueryAttention"
-    candidates = [Candidate(_products_form(a), f"{site}/Softmax", _products, fused=False)]
-    if a.softmax_dtype != a.dtype or a.scales is not None:
-        return candidates
-    if a.residue == "by key" and a.mask is not None and a.dtype == FLOAT and a.has_static_heads and not a.softcap:
-        if not a.is_triangle:
-            candidates.append(Candidate(MASK_AS_FEATURE, multi_head, _mask_as_feature, materialises_scores=False))
-        elif sizes_of(a.mask)[1] == ONE:
-            candidates.append(Candidate(CAUSAL_AS_FEATURE, grouped, _causal_mask_as_feature, materialises_scores=False))
-    if a.mask is not None and not _is_additive(a):
-        return candidates
-    as_many = a.size("n_q") == a.size("n_k")
-    if not a.softcap and (not a.is_causal or as_many):
-        materialises = a.mask is not None or a.is_causal
-        if a.size("H").is_static:
-            emit = partial(_multi_head, packed=True)
-            candidates.append(Candidate(MULTI_HEAD, multi_head, emit, materialises_scores=materialises))
-        if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
-            emit = partial(_multi_head, packed=False)
-            candidates.append(Candidate(ONE_HEAD, multi_head, emit, materialises_scores=materialises))
-    if a.mask is None or not a.silent_rows_are_nan:
-        candidates.append(Candidate("Attention", f"{site}/Attention", _standard))
-    if a.residue == "none" and is_for_group_query(a):
-        if a.is_triangle:
-            candidates.append(Candidate(GROUP_QUERY, grouped, _group_query, materialises_scores=False))
-        elif a.causal_prefix:
-            later = f"{grouped}/later queries"
-            candidates.append(Candidate(GROUP_QUERY_FIRST, later, _after_first, materialises_scores=False))
-    if a.band is not None and a.has_static_heads:
-        name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # two parts have no map
-        for width in a.band.widths(BLOCKS):
-            emit = partial(_in_blocks, width=width)
-            candidates.append(Candidate(_blocks_form(a.band, width), name, emit, materialises_scores=False))
-    return candidates
+        return _rows_of_step(site, a, on_cpu)
+    scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
+    found: list[Row] = []
+    if a.softmax_dtype == a.dtype and a.scales is None:
+        many = on_cpu and scores >= MANY_SCORES
+        if a.mask is None or _is_additive(a):
+            found += [*_group_queries(site, a, sizes, many), *_blocks(site, a, sizes, many)]
+            found += _multi_head_rows(site, a, sizes, largest, scores, on_cpu)
+            if a.mask is None or not a.silent_rows_are_nan:
+                found.append(Row(Candidate("Attention", f"{site}/Attention", _standard), False, "only if measured"))
+        found = [*_by_key(site, a, many), *found]  # no other form that pays computes such a mask
+    products = Candidate(_products_form(a), f"{site}/Softmax", _products, fused=False)
+    return [*found, Row(products, True, _why_products(a, scores))]
 
 
-OF_STEPS = Measurement(step_tuning.signature, partial(step_tuning.measured, write=write))
-"""The measurement of attention over a cache."""
-
-
-def _candidates_for_step(site: str, a: Attention) -> list[Candidate]:
-    """The forms of attention over a cache; the plain products first."""
-    products = partial(over_filled, attend=_products)
-    candidates = [Candidate(f"{_products_form(a)}, filled part", f"{site}/Softmax", products, fused=False)]
-    if a.softmax_dtype == a.dtype:
-        standard = partial(over_filled, attend=_standard)
-        candidates.append(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard))
+def _rows_of_step(site: str, a: Attention, on_cpu: bool) -> list[Row]:
+    """The forms of attention over a cache, the plain products last."""
+    found: list[Row] = []
+    why = "reads only the filled part of the cache"
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
-        candidates.append(Candidate(GROUP_QUERY_CACHE, name, group_query, materialises_scores=False))
-    return candidates
+        in_place = Candidate(GROUP_QUERY_CACHE, name, group_query, materialises_scores=False)
+        found.append(Row(in_place, on_cpu, "writes to the cache in place, and reads only its filled part"))
+    if a.softmax_dtype == a.dtype:
+        standard = partial(over_filled, attend=_standard)
+        found.append(Row(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard), True, why))
+    products = partial(over_filled, attend=_products)
+    form = f"{_products_form(a)}, filled part"
+    return [*found, Row(Candidate(form, f"{site}/Softmax", products, fused=False), True, why)]
 
 
-def _blocks_form(band: Band, width: int) -> str:
-    first = f", {band.first_queries} first queries" if band.first_queries else ""
-    return f"Attention, blocks of {width} × {band.wide(width)}{first}"
+def _group_queries(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> Iterator[Row]:
+    """The kernel that is always causal, where a site is."""
+    if a.residue != "none" or not is_for_group_query(a):
+        return
+    name = f"{site}/GroupQueryAttention"
+    if a.is_triangle:
+        why = "causal, with no other mask: memory linear in tokens, and less time with many tokens"
+        yield Row(Candidate(GROUP_QUERY, name, _group_query, materialises_scores=False), many, why)
+    elif a.causal_prefix:
+        form = Candidate(GROUP_QUERY_FIRST, f"{name}/later queries", _after_first, materialises_scores=False)
+        pays = many and 2 * a.causal_prefix <= usual(a.size("n_q"), sizes)
+        yield Row(form, pays, "causal, except for the first queries, which see only the first keys")
+
+
+def _by_key(site: str, a: Attention, many: bool) -> Iterator[Row]:
+    """A mask that hides the same keys from every query, as one more feature."""
+    if a.residue != "by key" or a.mask is None or a.dtype != FLOAT or not a.has_static_heads or a.softcap:
+        return
+    why = "the mask hides the same keys from every query: memory linear in tokens"
+    if not a.is_triangle:
+        name = f"{site}/MultiHeadAttention"
+        yield Row(Candidate(MASK_AS_FEATURE, name, _mask_as_feature, materialises_scores=False), many, why)
+    elif sizes_of(a.mask)[1] == ONE:
+        name = f"{site}/GroupQueryAttention"
+        form = Candidate(CAUSAL_AS_FEATURE, name, _causal_mask_as_feature, materialises_scores=False)
+        yield Row(form, many, why)
+
+
+def _blocks(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> Iterator[Row]:
+    """The blocks of a band; the smallest that are not narrower than it pay where they skip half of the products."""
+    if a.band is None or not a.has_static_heads:
+        return
+    name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # two parts have no map
+    widths, tokens = a.band.widths(BLOCKS), usual(a.size("n_k"), sizes)
+    for width in widths:
+        first = f", {a.band.first_queries} first queries" if a.band.first_queries else ""
+        form = f"Attention, blocks of {width} × {a.band.wide(width)}{first}"
+        emit = partial(_in_blocks, width=width)
+        is_preferred = width == next((width for width in widths if width >= a.band.span), widths[-1])
+        pays = many and is_preferred and 2 * a.band.products(width, tokens) <= tokens**2
+        why = "the mask leaves a band: each block of queries attends only to the keys in it"
+        yield Row(Candidate(form, name, emit, materialises_scores=False), pays, why)
+
+
+def _multi_head_rows(
+    site: str, a: Attention, sizes: Mapping[str, int], largest: Mapping[str, int], scores: int, on_cpu: bool
+) -> Iterator[Row]:
+    """The kernel of attention with at most a mask that is added, for all heads in one call or one at a time."""
+    if a.softcap or (a.is_causal and a.size("n_q") != a.size("n_k")):
+        return
+    name, is_plain = f"{site}/MultiHeadAttention", a.mask is None and not a.is_causal
+    is_packed = a.size("H").is_static and _moves(a, _packed(a)) <= _moves(a, _apart(a))
+    moves = _moves(a, _packed(a) if is_packed else _apart(a))
+    pays = is_plain and (scores >= MANY_SCORES or moves <= _moves_of_products(a))
+    why = "the fast path without a mask: memory linear in tokens"
+    if is_plain and a.size("H").is_static and on_cpu and (size := _bytes(a, largest)) >= MANY_BYTES:
+        form = Candidate(HEAD_AFTER_HEAD, name, _head_after_head, materialises_scores=False, projects=True)
+        how = f"head after head, because queries, keys and values of all heads take up to {size / 2**20:.0f} MiB"
+        yield Row(form, pays and is_packed, f"{why}; {how}")
+    elif a.size("H").is_static:
+        form = Candidate(MULTI_HEAD, name, partial(_multi_head, packed=True), materialises_scores=not is_plain)
+        if not on_cpu and _pays_on_cuda(a, sizes):
+            yield Row(form, True, "for a multiple of 8 tokens, CUDA's kernel does not store the masked scores")
+        else:
+            yield Row(form, pays and is_packed, why)
+    if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
+        form = Candidate(ONE_HEAD, name, partial(_multi_head, packed=False), materialises_scores=not is_plain)
+        yield Row(form, pays and not is_packed, why)
 
 
 def _is_additive(a: Attention) -> bool:
@@ -234,79 +268,31 @@ def _products_form(a: Attention) -> str:
     return "MatMul·Tanh·Softmax·MatMul" if a.softcap else "MatMul·Softmax·MatMul"
 
 
-def _by_rules(a: Attention, sizes: Mapping[str, int], without_scores: Sequence[str]) -> FormChoice:
-    """The form that the rules choose.
-
-    Args:
-        a: the site.
-        sizes: the usual size of each symbolic dim.
-        without_scores: the forms that do not materialise the scores on this device.
-    """
-    products = _products_form(a)
-    if a.cached is not None:
-        if GROUP_QUERY_CACHE in without_scores:
-            return FormChoice(GROUP_QUERY_CACHE, "writes to the cache in place, and reads only its filled part")
-        form = FILLED_ATTENTION if a.softmax_dtype == a.dtype else f"{products}, filled part"
-        return FormChoice(form, "reads only the filled part of the cache")
+def _why_products(a: Attention, scores: int) -> str:
+    """Why the rules choose the products, where no other form pays."""
     if a.scales is not None:
-        return FormChoice(products, "in fp8, for parity: no fused form rounds the softmax's output")
-    scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
-    if GROUP_QUERY in without_scores and scores >= MANY_SCORES:
-        return FormChoice(
-            GROUP_QUERY, "causal, with no other mask: memory linear in tokens, and less time with many tokens"
-        )
-    first = a.causal_prefix or 0
-    if GROUP_QUERY_FIRST in without_scores and scores >= MANY_SCORES and 2 * first <= usual(a.size("n_q"), sizes):
-        return FormChoice(GROUP_QUERY_FIRST, "causal, except for the first queries, which see only the first keys")
-    for form in (MASK_AS_FEATURE, CAUSAL_AS_FEATURE):
-        if form in without_scores and scores >= MANY_SCORES:
-            return FormChoice(form, "the mask hides the same keys from every query: memory linear in tokens")
-    if a.band is not None and scores >= MANY_SCORES:
-        widths = a.band.widths(BLOCKS) or BLOCKS
-        width = next((width for width in widths if width >= a.band.span), widths[-1])
-        form, tokens = _blocks_form(a.band, width), usual(a.size("n_k"), sizes)
-        if form in without_scores and 2 * a.band.products(width, tokens) <= tokens**2:
-            return FormChoice(form, "the mask leaves a band: each block of queries attends only to the keys in it")
+        return "in fp8, for parity: no fused form rounds the softmax's output"
     if a.mask is not None or a.is_causal:
-        why = "with a mask, fused forms materialise the scores too, and are seldom faster than the products"
-        return FormChoice(products, why)
+        return "with a mask, fused forms materialise the scores too, and are seldom faster than the products"
     if a.softcap:
-        return FormChoice(products, "a soft cap on the scores, which the form that does not materialise them lacks")
+        return "a soft cap on the scores, which the form that does not materialise them lacks"
     if a.softmax_dtype != a.dtype:
-        why = "the softmax is computed in another type than the products, which fused forms do not support"
-        return FormChoice(products, why)
-    form, layouts = ONE_HEAD, _apart(a)
-    if a.size("H").is_static and _moves(a, _packed(a)) <= _moves(a, _apart(a)):
-        form, layouts = MULTI_HEAD, _packed(a)
-    if scores < MANY_SCORES and _moves(a, layouts) > _moves_of_products(a):
-        why = f"the fused form needs other layouts, which do not pay off at about {scores} scores per head"
-        return FormChoice(products, why)
-    return FormChoice(form, "the fast path without a mask: memory linear in tokens")
+        return "the softmax is computed in another type than the products, which fused forms do not support"
+    return f"the fused form needs other layouts, which do not pay off at about {scores} scores per head"
 
 
-def _on_cuda(a: Attention, sizes: Mapping[str, int], candidates: Sequence[Candidate]) -> FormChoice | None:
-    """The form that the rules choose for CUDA where the CPU's do not apply: with a mask, one kernel, if that was
-    measured. The kernel stores the scores after all unless the tokens are a multiple of 8; what it computes for a fully
-    masked row has not been compared with NaN."""
+def _pays_on_cuda(a: Attention, sizes: Mapping[str, int]) -> bool:
+    """Whether one kernel pays with a mask: that was measured in fp16. The kernel stores the scores after all unless the
+    tokens are a multiple of 8; what it computes for a fully masked row has not been compared with NaN."""
     tokens = a.size("n_q")
     masked = a.mask is not None and not a.is_causal and a.mask.dtype in (BOOL, a.dtype) and not a.silent_rows_are_nan
-    measured = a.dtype == ir.DataType.FLOAT16 and tokens == a.size("n_k") and usual(tokens, sizes) % 8 == 0
-    if masked and measured and any(candidate.form == MULTI_HEAD for candidate in candidates):
-        return FormChoice(MULTI_HEAD, "for a multiple of 8 tokens, CUDA's kernel does not store the masked scores")
-    return None
+    return masked and a.dtype == ir.DataType.FLOAT16 and tokens == a.size("n_k") and usual(tokens, sizes) % 8 == 0
 
 
-def _in_less_memory(
-    a: Attention, candidate: Candidate, choice: FormChoice, largest: Mapping[str, int]
-) -> tuple[Candidate, FormChoice]:
-    """Use one node per head if all heads at once would take :data:`MANY_BYTES`; otherwise keep the candidate."""
+def _bytes(a: Attention, sizes: Mapping[str, int]) -> int:
+    """Bytes of queries, keys and values of all heads in fp32."""
     operands = [("B", "H", *ends) for ends in ENDS[:3]]
-    size = 4 * sum(prod(usual(a.size(dim), largest) for dim in dims) for dims in operands)  # bytes in fp32
-    if candidate.form != MULTI_HEAD or candidate.materialises_scores or size < MANY_BYTES:
-        return candidate, choice
-    why = f"; head after head, because queries, keys and values of all heads take up to {size / 2**20:.0f} MiB"
-    choice = replace(choice, form=HEAD_AFTER_HEAD, why=choice.why + why)
-    return replace(candidate, form=HEAD_AFTER_HEAD, emit=_head_after_head), choice
+    return 4 * sum(prod(usual(a.size(dim), sizes) for dim in dims) for dims in operands)
 
 
 def _packed(a: Attention) -> list[Layout]:
@@ -423,13 +409,10 @@ def _mask_by_key(op: Builder, a: Attention, key: ir.Value) -> ir.Value:
     assert mask is not None and mask.dtype is not None
     if sizes_of(mask)[2] == ONE:
         return mask
-    batch, heads, _, n_k = dims_of(mask)
-    if mask is not a.node.inputs[3]:  # the mask of a site that is measured alone
-        row = op.Slice(mask, constant(op, [-1]), constant(op, [sys.maxsize]), constant(op, [2]))
-        return typed(row, mask.dtype, [batch, heads, 1, n_k])
-    row = mask_by_key(op, a.node, a.is_triangle)  # type: ignore[assignment]
+    row = mask_by_key(op, a.node, a.is_triangle)
+    assert row is not None
     whole = op.Expand(row, op.Concat(constant(op, [1, 1, 1]), op.Shape(key, start=1, end=2), axis=0))
-    return typed(whole, mask.dtype, [*dims_of(row)[:3], n_k])
+    return typed(whole, mask.dtype, [*dims_of(row)[:3], dims_of(mask)[3]])
 
 
 def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:

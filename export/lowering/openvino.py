@@ -12,8 +12,7 @@ After Q/DQ of queries and keys the same kernel computes its first product in int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,12 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import Builder
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.qdq import in_int8 as rounded
-from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
-from attnforge.export.lowering.onnxruntime import write
+from attnforge.export.lowering.forms import Candidate, Row, usual
 from attnforge.export.lowering.products import decompose
-from attnforge.export.lowering.tuning import Candidate, Engine, FormChoice, Tuner, usual
+from attnforge.export.lowering.tuning import Engine, Tuner, lower_sites, plain_first
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 
 FLOAT = ir.DataType.FLOAT
@@ -81,21 +80,10 @@ def lower(
     Returns:
         the form of every site that may differ from the canonical node, and why it was chosen.
     """
-    lowered, modified = [], False
-    for site, a in attentions(model, sites):
-        candidates = candidates_for(site.name, a, (in_int8 or {}).get(site.name))
-        if len(candidates) == 1:
-            continue
-        choice = _by_rules(a, candidates, sizes)
-        if tuner is not None and a.dtype == FLOAT:  # what else the mask hides is computed in another graph
-            choice = tuner.choose(replace(a, residue="none"), candidates, choice)
-        candidate = next(candidate for candidate in candidates if candidate.form == choice.form)
-        if candidate.form != CANONICAL_FORM:
-            write(model.graph, a, candidate)
-            modified = True
-        lowered.append(candidate.lowered(site.name, choice))
-    modified |= RemoveUnusedNodesPass()(model).modified
-    return SitesResult(model, modified, lowered)
+    scales = in_int8 or {}
+    lowered = lower_sites(model, sites, lambda site, a: rows(site, a, scales.get(site), sizes), tuner, CANONICAL_FORM)
+    RemoveUnusedNodesPass()(model)
+    return SitesResult(model, any(site.form != CANONICAL_FORM for site in lowered), lowered)
 
 
 def may_round_scores(a: Attention) -> bool:
@@ -107,56 +95,53 @@ def may_round_scores(a: Attention) -> bool:
 
 
 def candidates_for(site: str, a: Attention, in_int8: Scales | None = None) -> list[Candidate]:
-    """The forms that compute `a` at any sizes: the canonical node, the same after int8 queries and keys if these have
-    scales, and the forms in blocks that its mask allows if heads are static."""
-    name = str(a.node.name)
-    candidates = [Candidate(CANONICAL_FORM, name, _canonical)]
-    if in_int8 is not None and may_round_scores(a):
-        emit = partial(_canonical, in_int8=in_int8)
-        candidates.append(Candidate(INT8_FORM, name, emit, tolerance=math.inf))  # the gate has judged its error
-    if not a.has_static_heads or a.cached is not None or a.scales is not None:
-        return candidates
-    name = f"{site}/Softmax"
+    """The forms that compute `a` at any sizes, the canonical node first."""
+    return plain_first(rows(site, a, in_int8, {}))
+
+
+def rows(site: str, a: Attention, in_int8: Scales | None, sizes: Mapping[str, int]) -> list[Row]:
+    """The forms of a site in order of preference: those in blocks that its mask allows if heads are static, the
+    canonical node after int8 queries and keys if these have scales, and the canonical node.
+
+    Args:
+        site: its name.
+        a: the site.
+        in_int8: scales of queries and keys.
+        sizes: the usual size of each symbolic dim.
+    """
+    name, queries, keys = str(a.node.name), usual(a.size("n_q"), sizes), usual(a.size("n_k"), sizes)
+    has_parts = a.has_static_heads and a.cached is None and a.scales is None
+    found, why = list(_parts(f"{site}/Softmax", a, queries, keys)) if has_parts else [], ""
+    if found:
+        why = f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on"
+        why = why if a.band is None else "blocks would not leave out enough of the products"
+    if in_int8 is not None and may_round_scores(a):  # the gate has judged its error
+        form = Candidate(INT8_FORM, name, partial(_canonical, in_int8=in_int8), tolerance=math.inf)
+        reason = "the first product is faster in int8, and its rounding is within the limit"
+        found.append(Row(form, queries * keys >= INT8_SCORES, reason))
+        why = "with so few queries and keys, rounding takes as long as int8 saves"
+    return [*found, Row(Candidate(CANONICAL_FORM, name, _canonical), True, why)]
+
+
+def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Row]:
+    """The forms in blocks of a band, or in causal blocks."""
     if a.band is not None:
-        for width in a.band.widths(BLOCKS):
-            form = _form(f"blocks of {width} × {a.band.wide(width)}")
-            candidates.append(Candidate(form, name, partial(_cut, by=in_blocks, size=width)))
+        widths, many = a.band.widths(BLOCKS), queries * keys >= MANY_SCORES
+        preferred = next((width for width in widths if width >= a.band.span), widths[-1] if widths else None)
+        for width in widths:
+            form = f"{_PRODUCTS}, blocks of {width} × {a.band.wide(width)}"
+            pays = many and width == preferred and 2 * a.band.products(width, queries) <= queries * keys
+            why = "the mask leaves a band: each block of queries attends only to the keys in it"
+            yield Row(Candidate(form, name, partial(_cut, by=in_blocks, size=width)), pays, why)
     elif a.causal_prefix is not None:
         for steps in STEPS:
-            candidates.append(Candidate(_form(f"{steps} blocks"), name, partial(_cut, by=in_causal_blocks, size=steps)))
-    return candidates
+            pays = queries >= MANY_TOKENS and steps == STEPS[0]
+            why = "causal: each block of queries attends to the keys up to its own"
+            form = f"{_PRODUCTS}, {steps} blocks"
+            yield Row(Candidate(form, name, partial(_cut, by=in_causal_blocks, size=steps)), pays, why)
 
 
-def _form(how: str) -> str:
-    return f"MatMul·Softmax·MatMul, {how}"
-
-
-def _by_rules(a: Attention, candidates: Sequence[Candidate], sizes: Mapping[str, int]) -> FormChoice:
-    """The form that the rules choose for a site that has several."""
-    queries, keys = usual(a.size("n_q"), sizes), usual(a.size("n_k"), sizes)
-    forms = [candidate.form for candidate in candidates]
-    in_blocks = [form for form in forms if form not in (CANONICAL_FORM, INT8_FORM)]
-    if in_blocks and (choice := _in_blocks_by_rules(a, in_blocks, queries, keys)).form != CANONICAL_FORM:
-        return choice
-    if INT8_FORM not in forms:
-        return choice
-    if queries * keys >= INT8_SCORES:
-        return FormChoice(INT8_FORM, "the first product is faster in int8, and its rounding is within the limit")
-    return FormChoice(CANONICAL_FORM, "with so few queries and keys, rounding takes as long as int8 saves")
-
-
-def _in_blocks_by_rules(a: Attention, forms: Sequence[str], queries: int, keys: int) -> FormChoice:
-    """The form that the rules choose among those in blocks and the canonical node."""
-    if a.band is None:
-        if queries >= MANY_TOKENS:
-            return FormChoice(forms[0], "causal: each block of queries attends to the keys up to its own")
-        return FormChoice(CANONICAL_FORM, f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on")
-    widths = a.band.widths(BLOCKS)
-    number = next((i for i, width in enumerate(widths) if width >= a.band.span), len(widths) - 1)
-    if queries * keys >= MANY_SCORES and 2 * a.band.products(widths[number], queries) <= queries * keys:
-        why = "the mask leaves a band: each block of queries attends only to the keys in it"
-        return FormChoice(forms[number], why)
-    return FormChoice(CANONICAL_FORM, "blocks would not leave out enough of the products")
+_PRODUCTS = "MatMul·Softmax·MatMul"
 
 
 # --- the forms --------------------------------------------------------------------------------------------------------
@@ -198,21 +183,19 @@ def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     tensor."""
     import openvino
 
-    RemoveUnusedNodesPass()(model)
-    taken = [value for value in model.graph.inputs if value.uses()]  # without a mask that blocks do not read: OpenVINO
-    model.graph.inputs[:] = taken  # lists such an input and does not find it
     core = openvino.Core()
     graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True, scores=True)
+    arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in model.graph.inputs}
+    graph.reshape({name: list(array.shape) for name, array in arrays.items()})
     swaps_apart(graph)
     properties = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     request = core.compile_model(graph, "CPU", properties).create_infer_request()
-    arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in taken}
 
     def run() -> Any:
         for name, array in arrays.items():
             request.set_tensor(name, openvino.Tensor(array, shared_memory=True))
         request.infer()
-        return request.get_tensor("output")
+        return request.get_output_tensor(0)
 
     return run
 

@@ -42,8 +42,8 @@ from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
+from attnforge.export.lowering.forms import usual
 from attnforge.export.lowering.products import decompose, mask_steps
-from attnforge.export.lowering.tuning import usual
 from attnforge.export.tensorrt.build import softmax_of
 
 BOOL = ir.DataType.BOOL

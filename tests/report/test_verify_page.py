@@ -26,8 +26,8 @@ from attnforge.bundle import CANONICAL, Bundle, Kind, Masks
 from attnforge.cli import app
 from attnforge.errors import BundleError, UnavailableError, UsageError
 from attnforge.export.lowering.attention import Attention
+from attnforge.export.lowering.forms import FormChoice
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
-from attnforge.export.lowering.tuning import FormChoice
 from attnforge.model import attention, build_model
 from attnforge.report import attention_maps as looking
 from attnforge.report import error_charts, map_pictures
@@ -122,7 +122,7 @@ class Always:
 
     def __init__(self, *given: object) -> None: ...
 
-    def choose(self, attention: Attention, candidates: list[Any], ruled: FormChoice, how: object) -> FormChoice:
+    def choose(self, model: object, attention: Attention, candidates: list[Any], ruled: FormChoice) -> FormChoice:
         number = re.match(r"sites\.(\d+)/", attention.node.name or "")
         form = self.form if number is None else FORMS[int(number[1])].form
         assert form in [candidate.form for candidate in candidates]
@@ -172,7 +172,7 @@ def test_weights_of_heads_run_one_after_another(tmp_path: Path, monkeypatch: pyt
     torch.manual_seed(1)
     monkeypatch.setattr("attnforge.export.lowering.onnxruntime.MANY_BYTES", 0)
     module = Attends(4, False)
-    bundle, args = deployed_as(MULTI_HEAD, module, False, tmp_path / "bundle", "fp32", monkeypatch)
+    bundle, args = deployed_as(HEAD_AFTER_HEAD, module, False, tmp_path / "bundle", "fp32", monkeypatch)
     (one,) = attention_maps(bundle)
     assert one.form == HEAD_AFTER_HEAD
     np.testing.assert_allclose(one.deployed, module.weights(*args), rtol=0, atol=3e-7)

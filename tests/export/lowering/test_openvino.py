@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.band import Band
-from attnforge.export.lowering.onnxruntime import write
-from attnforge.export.lowering.openvino import CANONICAL_FORM, ENGINE, STEPS, candidates_for, lower
-from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.lowering.forms import write
+from attnforge.export.lowering.openvino import CANONICAL_FORM, ENGINE, STEPS, candidates_for, lower, rows
+from attnforge.export.lowering.tuning import Tuner, by_rules, plain_first
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.registry import why_not_here
 from tests.export.lowering.test_blocks import BANDS, CAUSAL_PREFIXES, NAMES, NO_BANDS, exported, inputs, truth
@@ -111,20 +110,19 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
 
 
 def test_forms_are_measured_on_openvino() -> None:
-    """Forms are measured on the keys that the mask is proved to leave visible; additional padding is not part of any
-    measured form."""
+    """In whatever else a mask hides than the keys outside a band, or later ones."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
-    sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 2.0, engine=ENGINE)).sites
+    sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 20.0, engine=ENGINE)).sites
     forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
     assert set(sites[0].measured) == forms
     causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS)}
-    spent = Tuner(sizes, 6.0, engine=ENGINE)
+    spent = Tuner(sizes, 60.0, engine=ENGINE)
     model = exported().model.clone()
     nodes = list(attentions(model, canonicalize(model).sites))
     for name in CAUSAL_PREFIXES:
         site, a = nodes[[*BANDS, *NO_BANDS].index(name)]
-        ruled = for_openvino._by_rules(a, candidates_for(site.name, a), sizes)
-        choice = spent.choose(replace(a, residue="none"), candidates_for(site.name, a), ruled)
+        offered = rows(site.name, a, None, sizes)
+        choice = spent.choose(model, a, plain_first(offered), by_rules(offered))
         assert set(choice.measured) == causal and not choice.dropped
 
 

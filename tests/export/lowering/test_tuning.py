@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,17 +14,28 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 
 import attnforge
+from attnforge.arrays import Array
 from attnforge.bundle import Bundle
-from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
-from attnforge.export.lowering.attention import Attention, attentions
-from attnforge.export.lowering.onnxruntime import GROUP_QUERY, MULTI_HEAD, ONE_HEAD, candidates_for, write
+from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.forms import FormChoice, write
+from attnforge.export.lowering.onnxruntime import (
+    GROUP_QUERY,
+    HEAD_AFTER_HEAD,
+    MULTI_HEAD,
+    ONE_HEAD,
+    candidates_for,
+    rows,
+)
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 from tests.support import broken
@@ -188,7 +201,7 @@ def test_without_tuning_nothing_is_measured(small: Callable[[str], Bundle]) -> N
 
 def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
     for attends, sizes, why in (
-        (Attends(), OPT | {"n": 2**14, "m": 2**14}, "8,192 MiB"),
+        (Attends(mask=(1, 1, "n", "m")), OPT | {"n": 2**14, "m": 2**14}, "8,192 MiB"),
         (Attends(n_q="u0"), OPT, "u0 is not known"),
     ):
         model, sites = attends.model()
@@ -208,6 +221,147 @@ def test_many_causal_tokens_take_the_form_that_materialises_no_scores(tokens: in
     assert lowered.form == form
 
 
+class Rotated(nn.Module):
+    """Attention within a window and between words, of queries and keys that are rotated by their positions."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, words: Tensor) -> Tensor:
+        """From `(batch, heads, tokens, 16)` operands and `(batch, tokens)`, True for words."""
+        index = torch.arange(query.shape[2])
+        angle = (index[:, None] * 0.1 ** torch.arange(8)).repeat(1, 2)
+
+        def turned(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, -1)
+            return x * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
+
+        back = index[:, None] - index
+        mask = (back >= 0) & (back < 7) & words[:, None, None]
+        return F.scaled_dot_product_attention(turned(query), turned(key), value, mask)
+
+
+class Measured:
+    """Keeps the graphs that are measured; they run in ONNX Runtime."""
+
+    def __init__(self) -> None:
+        self.models: list[ir.Model] = []
+        self.tuner = tuning.Tuner({"batch": 2, "tokens": 40}, QUICK, engine=replace(tuning.ONNX_RUNTIME, open=self))
+
+    def __call__(self, model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
+        self.models.append(model.clone())
+        return tuning.ONNX_RUNTIME.open(model, feeds)
+
+    def operators(self) -> list[Counter[str]]:
+        return [operators(model) for model in self.models]
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph if node.op_type != "Constant")
+
+
+class Chain(nn.Module):
+    """Attention after attention, with a product between them."""
+
+    def __init__(self, sites: int) -> None:
+        super().__init__()
+        self.between = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(sites - 1))
+        self.attend = Rotated()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, words: Tensor) -> Tensor:
+        value = self.attend(query, key, value, words)
+        for layer in self.between:
+            value = self.attend(query, key, layer(value), words)
+        return value
+
+
+def rotated(sites: int = 1) -> tuple[ir.Model, list[Site]]:
+    """A canonical graph of :class:`Chain`."""
+    batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=2, max=64)
+    operand = {0: batch, 2: tokens}
+    args = *(torch.randn(2, 4, 40, 16) for _ in range(3)), torch.rand(2, 40) < 0.8
+    shapes = (operand, operand, operand, {0: batch, 1: tokens})
+    captured = capture(Chain(sites).eval(), args, shapes, precision_named("fp32"))
+    return captured.model, canonicalize(captured.model).sites
+
+
+def test_what_is_measured_is_what_is_deployed() -> None:
+    """Each form with the rotation of queries and keys, and with what it computes of the mask."""
+    (model, sites), measured = rotated(), Measured()
+    ((site, attention),) = attentions(model, sites)
+    candidates = candidates_for(site.name, attention)
+    assert any("blocks of" in candidate.form for candidate in candidates)
+    (lowered,) = for_onnxruntime.lower(model.clone(), sites, measured.tuner.sizes, tuner=measured.tuner).sites
+    assert set(lowered.measured) == {candidate.form for candidate in candidates} and not lowered.dropped
+    for candidate, count in zip(candidates, measured.operators(), strict=True):
+        deployed = model.clone()
+        ((_, attention),) = attentions(deployed, sites)
+        write(deployed.graph, attention, candidate)
+        RemoveUnusedNodesPass()(deployed)
+        assert count == operators(deployed), candidate.form
+        assert count["Neg"] == 2  # rotations
+    assert all("words" in {value.name for value in model.graph.inputs} for model in measured.models)
+
+
+def test_what_sites_share_is_not_measured_at_each() -> None:
+    """The mask is an input of the forms that read it, and the rotated queries and keys of all; blocks of the mask are
+    computed at each site."""
+    (model, sites), measured = rotated(2), Measured()
+    first, second = for_onnxruntime.lower(model, sites, measured.tuner.sizes, tuner=measured.tuner).sites
+    assert first.measured == second.measured and len(measured.models) == len(first.measured)
+    for form, part in zip(first.measured, measured.models, strict=True):
+        kinds = [value.dtype for value in part.graph.inputs]
+        assert kinds.count(ir.DataType.BOOL) == 1 and not operators(part)["Neg"]
+        assert ("words" in {value.name for value in part.graph.inputs}) == ("blocks of" in form)
+
+
+class Projected(nn.Module):
+    """Attention of `(batch, tokens, 32)` with projections that have no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        return F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+
+
+def test_the_projections_of_a_form_that_writes_them_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_onnxruntime, "MANY_BYTES", 0)
+    shapes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=64)},)
+    captured = capture(Projected().eval(), (torch.randn(2, 40, 32),), shapes, precision_named("fp32"))
+    measured = Measured()
+    sites = canonicalize(captured.model).sites
+    (lowered,) = for_onnxruntime.lower(captured.model, sites, measured.tuner.sizes, tuner=measured.tuner).sites
+    assert HEAD_AFTER_HEAD in lowered.measured and MULTI_HEAD not in lowered.measured
+    products = dict(zip(lowered.measured, (count["MatMul"] for count in measured.operators()), strict=True))
+    assert products == {PRODUCTS: 5, HEAD_AFTER_HEAD: 12, ONE_HEAD: 3, "Attention": 3}
+
+
+def test_forms_that_hold_no_scores_are_measured_where_others_would_be_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "LARGEST_SCORES", 0)
+    sizes = {"batch": 1, "n": 600, "m": 600}
+
+    def lowered(attends: Attends) -> Lowered:
+        model, sites = attends.model()
+        (site,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes, QUICK)).sites
+        return site
+
+    assert set(lowered(Attends()).measured) == {MULTI_HEAD, ONE_HEAD}
+    one = lowered(Attends(n_k="n", is_causal=True))
+    assert (one.form, dict(one.measured)) == (GROUP_QUERY, {}) and "not measured: its scores are" in one.why
+    monkeypatch.setattr(tuning, "LONG", 0.0)
+    slow = lowered(Attends())
+    assert not slow.measured and "not measured: a call takes" in slow.why
+
+
+def test_rules_and_the_tuner_read_the_same_rows() -> None:
+    for attends in SITES.values():
+        ((site, attention),) = attentions(*attends.model())
+        offered = rows(site.name, attention, OPT, OPT)
+        assert offered[-1].pays and [row.candidate.form for row in (offered[-1], *offered[:-1])] == forms(attends)
+
+
 def test_a_form_that_disagrees_is_dropped() -> None:
     model, sites = CPU["mask"].model()
     ((site, attention),) = attentions(model, sites)
@@ -217,10 +371,10 @@ def test_a_form_that_disagrees_is_dropped() -> None:
         return fused.emit(op, replace(a, scale=1.01 * a.scale), name)
 
     choice = tuning.Tuner(OPT, QUICK).choose(
-        attention, [products, replace(fused, emit=wrong)], tuning.FormChoice(fused.form, "the rules")
+        model, attention, [products, replace(fused, emit=wrong)], FormChoice(fused.form, "the rules")
     )
     assert choice.form == products.form and set(choice.measured) == {products.form}
-    assert "differs from the products by" in choice.dropped[fused.form]
+    assert f"differs from {PRODUCTS} by" in choice.dropped[fused.form]
 
 
 @pytest.mark.parametrize(

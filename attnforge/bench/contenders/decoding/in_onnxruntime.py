@@ -32,7 +32,8 @@ from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.saving import SHELVED, load_graph, save
 from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.onnxruntime import GROUP_QUERY_CACHE, candidates_for, write
+from attnforge.export.lowering.forms import write
+from attnforge.export.lowering.onnxruntime import GROUP_QUERY_CACHE, candidates_for
 from attnforge.runtime.backends.onnxruntime import bind_host_input, host_value, session_options
 
 PAST_TOKENS, TOTAL_TOKENS = "past_tokens", "past_tokens + tokens"

@@ -1,0 +1,117 @@
+"""The forms that a lowering can write for a site, and how a chosen one is written.
+
+A lowering lists its forms as rows. The tuner (:mod:`.tuning`) measures the forms of all rows; without it the first row
+that pays decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from attnforge.export.attention.layout import Size
+from attnforge.export.graphs.build import Builder, insert, replace_value
+from attnforge.export.lowering.attention import Attention
+
+CONTRIB = "com.microsoft"
+
+TOLERANCE = 1e-5
+"""Relative difference from the products that fp32 rounding explains, with scores of magnitude one."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A form that a site can be lowered to.
+
+    Attributes:
+        form: name of the form.
+        node: name of the node by which the site is identified in the compiled graph.
+        emit: writes it for such an attention, at any sizes, with a node of the given name.
+        fused: whether one kernel does the work.
+        materialises_scores: whether all scores are in memory at once.
+        projects: whether it also writes the projections of its operands.
+        tolerance: maximum relative difference from the products.
+    """
+
+    form: str
+    node: str
+    emit: Callable[[Builder, Attention, str], ir.Value]
+    fused: bool = True
+    materialises_scores: bool = True
+    projects: bool = False
+    tolerance: float = TOLERANCE
+
+
+class Row(NamedTuple):
+    """A form that computes a site at any sizes. The rows of a site are in order of preference; the last is its plain
+    form, which always pays and which the others are checked against.
+
+    Attributes:
+        candidate: the form.
+        pays: whether it is worth it at the usual sizes.
+        why: the reason for it in the certificate if no form is measured.
+    """
+
+    candidate: Candidate
+    pays: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class FormChoice:
+    """The form that was chosen for a site.
+
+    Attributes:
+        form: name of the form.
+        why: why it was chosen.
+        measured: milliseconds of every form that was timed.
+        dropped: why each form that was tried was not timed.
+    """
+
+    form: str
+    why: str
+    measured: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+
+def write(graph: ir.Graph, a: Attention, candidate: Candidate) -> None:
+    """Replace a site by a form. The Attention node stays, without users."""
+    result = insert(graph, a.node, lambda op: candidate.emit(op, a, candidate.node))
+    replace_value(a.output.value, result)
+    if candidate.form.startswith(CONTRIB):
+        graph.opset_imports[CONTRIB] = 1
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+class Unmeasurable(Exception):
+    """A site cannot be measured; the message says why."""
+
+
+def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
+    """The number that `size` is, given the size of each symbol.
+
+    Raises:
+        Unmeasurable: `sizes` lacks a symbol.
+    """
+    try:
+        factors = [ir.SymbolicDim(symbol).evaluate(sizes) for symbol in size.symbols]
+    except ValueError:
+        factors = [ir.SymbolicDim(None)]  # an expression of another grammar
+    known = [factor for factor in factors if isinstance(factor, int)]
+    if len(known) < len(factors):
+        raise Unmeasurable(f"the dim {size.dim()} is not known before the model runs")
+    return size.factor * prod(known)
+
+
+def usual(size: Size, sizes: Mapping[str, int]) -> int:
+    """The usual number that a size is; its static factor if its symbols are unknown."""
+    try:
+        return evaluated(size, sizes)
+    except Unmeasurable:
+        return size.factor
