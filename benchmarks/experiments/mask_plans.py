@@ -18,9 +18,9 @@ import onnx_ir as ir
 import typer
 
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.masks.visibility import visibility
 from attnforge.export.flops import shape_at
 from attnforge.export.lowering import tensorrt
+from attnforge.export.masks.visibility import visibility
 from attnforge.export.sources.named import build as build_named
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt.build import Plan, build

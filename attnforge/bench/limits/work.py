@@ -8,8 +8,8 @@ from math import ceil, prod
 import onnx_ir as ir
 
 from attnforge.bench.limits import Work
-from attnforge.export.masks.visibility import Unsized, visibility
 from attnforge.export.flops import PRODUCTS, Uncountable, attention_scores, product_flops, shape_at
+from attnforge.export.masks.visibility import Unsized, visibility
 from attnforge.export.precision.assign import MOVERS
 
 SOFTMAX = 5
