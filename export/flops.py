@@ -11,8 +11,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import LayoutError, sizes_of
 from attnforge.export.attention.operators import is_standard
+from attnforge.export.graphs.sizes import LayoutError, sizes_of
 from attnforge.export.lowering.forms import Unmeasurable, evaluated
 
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention")

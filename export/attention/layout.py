@@ -17,12 +17,7 @@ import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, constant, typed
 from attnforge.export.graphs.nodes import VIEWS, input_of, is_op
-from attnforge.export.graphs.sizes import ONE as ONE
-from attnforge.export.graphs.sizes import LayoutError as LayoutError
-from attnforge.export.graphs.sizes import Size as Size
-from attnforge.export.graphs.sizes import parsed as parsed
-from attnforge.export.graphs.sizes import product as product
-from attnforge.export.graphs.sizes import sizes_of as sizes_of
+from attnforge.export.graphs.sizes import ONE, LayoutError, Size, product, sizes_of
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.layout import Axis, Dims, Layout, before_views, is_expand, is_view
-from attnforge.export.graphs.attention import NotAttention as NotAttention
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, is_size_of, sizes_of
 

@@ -10,22 +10,12 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SLOPES, VALUE, WINDOW, SiteAxes
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import (
-    ONE,
-    Axis,
-    Dims,
-    Layout,
-    Size,
-    Sized,
-    after_views,
-    before_views,
-    rearrange,
-    sizes_of,
-)
+from attnforge.export.attention.layout import Axis, Dims, Layout, Sized, after_views, before_views, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.lowering.band import Band, Residue, band_of, causal_prefix_of, is_triangle, residue_of
 from attnforge.export.masks.visibility import visibility
 

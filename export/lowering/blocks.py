@@ -18,8 +18,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import Size
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, typed
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.band import Band
 from attnforge.export.masks.at_blocks import mask_at_blocks

@@ -18,9 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SiteAxes
-from attnforge.export.attention.layout import Axis, Layout, Size, before_views
+from attnforge.export.attention.layout import Axis, Layout, before_views
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Cached, Seen, Slopes
 from attnforge.export.lowering.rotary import before_rotation
 

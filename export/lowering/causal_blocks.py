@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import Size
 from attnforge.export.graphs.build import Builder, constant, dims_of, typed
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.blocks import within
 from attnforge.export.masks.at_blocks import mask_at_blocks

@@ -17,10 +17,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import LayoutError, sizes_of
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.nodes import input_of, inputs_of, is_op
 from attnforge.export.graphs.parts import part_of, values_of
+from attnforge.export.graphs.sizes import LayoutError, sizes_of
 from attnforge.export.graphs.types import FLOATS
 from attnforge.export.lowering.attention import Attention, attention_of
 from attnforge.export.lowering.forms import Candidate, Unmeasurable, evaluated, write

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import Size
 from attnforge.export.graphs.build import Builder, insert, replace_value
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import Attention
 
 CONTRIB = "com.microsoft"

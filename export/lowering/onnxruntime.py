@@ -40,7 +40,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import ONE, Layout, Size, effort, needs_transpose, sizes_of
+from attnforge.export.attention.layout import Layout, effort, needs_transpose
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import (
@@ -53,6 +53,7 @@ from attnforge.export.graphs.build import (
     typed,
 )
 from attnforge.export.graphs.passes import SitesResult
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.graphs.types import widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered
 from attnforge.export.lowering.blocks import BAND, in_blocks, written

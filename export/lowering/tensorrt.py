@@ -34,11 +34,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import MASK_STEP, OUTPUT, QUERY
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import ONE, Layout, sizes_of
+from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.passes import SitesResult
+from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks

@@ -10,7 +10,7 @@ from functools import cache
 import onnx_ir as ir
 import sympy
 
-from attnforge.export.attention.layout import Size, parsed
+from attnforge.export.graphs.sizes import Size, parsed
 
 
 class Variable(Enum):

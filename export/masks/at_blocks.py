@@ -13,10 +13,10 @@ import islpy as isl
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.attention.layout import Size
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
 from attnforge.export.graphs.nodes import input_of, is_op, optional_input, rank_of
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.masks.indices import MOVES, Index, pieces, start, variables_of
 from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader

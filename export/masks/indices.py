@@ -15,8 +15,8 @@ from typing import Protocol
 import islpy as isl
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import ONE, LayoutError, Size, product, sizes_of
 from attnforge.export.graphs.nodes import optional_input, rank_of
+from attnforge.export.graphs.sizes import ONE, LayoutError, Size, product, sizes_of
 from attnforge.export.masks.affine import Affine, Variable
 from attnforge.export.masks.scores import Scores, Whole
 

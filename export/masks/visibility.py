@@ -17,9 +17,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP
-from attnforge.export.attention.layout import LayoutError, Size, sizes_of
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.nodes import input_of, optional_input
+from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
 from attnforge.export.masks.affine import Affine, Atom, Dim
 from attnforge.export.masks.indices import Index, unknown
 from attnforge.export.masks.numbers import Between, Number

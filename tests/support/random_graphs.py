@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import ONE, Size, sizes_of
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
 T = TypeVar("T")
 Names = tuple[str, ...]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import ONE, Size
+from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.masks.affine import Scalar
 from tests.support.random_graphs import BOOL, FLOAT, INT64, Choices, Graph, Invalid
 

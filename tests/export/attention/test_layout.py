@@ -15,19 +15,16 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.export.attention.layout import (
-    ONE,
     Axis,
     Layout,
-    LayoutError,
-    Size,
     after_views,
     before_views,
     effort,
     needs_transpose,
     rearrange,
-    sizes_of,
 )
 from attnforge.export.graphs.build import Builder, constant, typed
+from attnforge.export.graphs.sizes import ONE, LayoutError, Size, sizes_of
 
 FLOAT = ir.DataType.FLOAT
 

@@ -21,7 +21,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site, canonicalize
-from attnforge.export.attention.layout import ONE, Size, sizes_of
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from tests.support.evaluate import Tensor, evaluate

@@ -13,8 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import ONE, Size
 from attnforge.export.graphs.build import Builder, constant, dims_of, typed
+from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.masks.at_blocks import NotByBlocks, mask_at_blocks, why_not_by_blocks
 from attnforge.export.masks.visibility import visibility
 from tests.support.random_graphs import INT64, Drawn, Graph

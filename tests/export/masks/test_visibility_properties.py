@@ -12,8 +12,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from attnforge.arrays import Array
-from attnforge.export.attention.layout import Size
 from attnforge.export.attention.masking import NEGLIGIBLE
+from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks.affine import Atom, Scalar
 from attnforge.export.masks.visibility import Visibility, numbers_at, visibility
 from tests.support.random_graphs import BOOL, INT64, Drawn
