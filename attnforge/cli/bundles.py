@@ -110,23 +110,23 @@ def verify(
         check_page(html, force)
     with stages_shown(as_json) as progress:
         progress(f"verify {bundle}")
-        opened = attnforge.Bundle(bundle, trusted=trusted)
         if results is not None:
             from attnforge.runtime.parity.results import verify_results
 
             model = backend[0] if backend else None
-            report = verify_results(opened, results, model, metric=metric, least=least)
+            report = verify_results(bundle, results, model, metric=metric, least=least, trusted=trusted)
         else:
-            report = attnforge.verify(opened, backend, metric=metric, least=least)
+            report = attnforge.verify(bundle, backend, metric=metric, least=least, trusted=trusted)
         if html is not None:
             from attnforge.report.verify_page import write_page
 
             progress(f"write {html}")
-            write_page(report, opened, html, force=force)
+            write_page(report, attnforge.Bundle(bundle, trusted=trusted), html, force=force)
 
     def view() -> None:
         from attnforge.report.quantising import cost_of_quantising
 
+        opened = attnforge.Bundle(bundle, lazily=True, trusted=trusted)
         _print_report(report, cost_of_quantising(report, opened.manifest))
         if html is not None:
             say_path("page", html)

@@ -18,7 +18,7 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from attnforge.export.graphs.attention import NotAttention, products
 from attnforge.export.graphs.attention_operators import READERS, read
@@ -59,6 +59,9 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
     """
     graph, narrow = model.graph, [dtype for dtype in FLOATS if dtype != DOUBLE]
     modified = retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
+    read = [node for node in graph if (node.domain, node.op_type) in READERS]
+    if any(value.shape is None for node in read for value in inputs_of(node)):  # a lowering leaves some out
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
     modified |= _decompose(graph, dict.fromkeys(READERS, _attention))
     if any(is_op(node, "RotaryEmbedding") for node in graph):
         graph.opset_imports[""] = max(graph.opset_imports.get("", 0), ROTARY_OPSET)

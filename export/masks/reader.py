@@ -47,25 +47,26 @@ class Reader:
     def read(self, value: ir.Value | None, index: Index) -> Known:
         """Read `value` at an index."""
         assert value is not None
-        key = value, index
-        if key not in self._read:
-            if len(self._read) > MOST_READS:
-                raise isl.Error("the graph of the mask is too large")
-            self._depth += 1
-            try:
-                known = self._uncached(value, index) if self._depth <= MOST_DEPTH else None
-            except isl.Error:  # opaque, unless others were
-                if not self._tries:
-                    raise
-                self._tries -= 1
-                self.scores.context.reset_operations()
-                known = None
-            finally:
-                self._depth -= 1
-            if isinstance(known, isl.Set):
-                known = self.scores.simplified(known)
-            self._read[key] = self._data(value, index) if known is None else known
-        return self._read[key]
+        if (known := self._read.get((value, index))) is not None:  # isl may normalise an index later, and its hash
+            return known
+        if len(self._read) > MOST_READS:
+            raise isl.Error("the graph of the mask is too large")
+        self._depth += 1
+        try:
+            known = self._uncached(value, index) if self._depth <= MOST_DEPTH else None
+        except isl.Error:  # opaque, unless others were
+            if not self._tries:
+                raise
+            self._tries -= 1
+            self.scores.context.reset_operations()
+            known = None
+        finally:
+            self._depth -= 1
+        if isinstance(known, isl.Set):
+            known = self.scores.simplified(known)
+        known = self._data(value, index) if known is None else known
+        self._read[value, index] = known
+        return known
 
     def _uncached(self, value: ir.Value, index: Index) -> Known | None:
         if value.shape is None or len(value.shape) != len(index):
