@@ -190,13 +190,13 @@ class _Lines(Reader):
     def at(self, value: ir.Value | None, index: Index) -> Cases:
         """Read `value` at an index."""
         assert value is not None
-        if (key := (value, index)) not in self._lines:
+        if (cases := self._lines.get((value, index))) is None:  # isl may normalise an index later, and its hash
             if self._deep >= MOST_DEPTH:
                 raise NotByDistance(f"{value.name!r} is computed by a chain of too many operators")
             self._deep += 1
-            self._lines[key] = self._at(value, index)
+            self._lines[value, index] = cases = self._at(value, index)
             self._deep -= 1
-        return self._lines[key]
+        return cases
 
     def _at(self, value: ir.Value, index: Index) -> Cases:
         if value.shape is None or len(value.shape) != len(index):

@@ -142,14 +142,13 @@ class _Blocks:
     def at(self, value: ir.Value | None, index: Index) -> ir.Value:
         """A value at an index, cut to blocks."""
         assert value is not None
-        key = value, index
-        if key not in self._written:
+        if (written := self._written.get((value, index))) is None:  # isl may normalise an index later, and its hash
             if self._depth >= MOST_DEPTH:
                 raise NotByBlocks(f"{value.name!r} is computed by a chain of too many operators")
             self._depth += 1
-            self._written[key] = self._new(value, index)
+            self._written[value, index] = written = self._new(value, index)
             self._depth -= 1
-        return self._written[key]
+        return written
 
     def _new(self, value: ir.Value, index: Index) -> ir.Value:
         if rank_of(value) != len(index) or value.dtype is None:
