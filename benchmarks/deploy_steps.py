@@ -1,7 +1,7 @@
 """The measured steps of deploying one published model, each in its own process (:func:`in_a_process`).
 
-`python -m benchmarks.deploy_steps ORDER`, with an :class:`Order` as JSON, writes its figures, one JSON document, to the
-order's answer file.
+`python -m benchmarks.deploy_steps REQUEST`, with a :class:`DeployRequest` as JSON, writes its figures, one JSON
+document, to the request's answer file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attnforge.model.registry import Example
 
 
-class Order(Record):
+class DeployRequest(Record):
     """The request to a process.
 
     Attributes:
@@ -54,11 +54,11 @@ class Order(Record):
         return self.folder / "answer.json"
 
 
-def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict[str, Any]:
+def in_a_process(request: DeployRequest, step: str, seconds: float, memory: float) -> dict[str, Any]:
     """Run a step in its own process, and kill it with its children if it exceeds a limit.
 
     Args:
-        order: the order, without the step.
+        request: the request, without the step.
         step: name of one of :data:`STEPS`.
         seconds: limit of wall time.
         memory: limit of the resident bytes of the process and its children together.
@@ -66,10 +66,10 @@ def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict
     Returns:
         the step's figures, `seconds` and `cpu` seconds; and `failed`, the reason, if it failed.
     """
-    order.answer.unlink(missing_ok=True)
-    log, text = order.folder / "log", order.model_copy(update={"step": step}).model_dump_json()
+    request.answer.unlink(missing_ok=True)
+    log, text = request.folder / "log", request.model_copy(update={"step": step}).model_dump_json()
     ended = run("benchmarks.deploy_steps", text, log=log, seconds=seconds, memory=memory)
-    figures = json.loads(order.answer.read_bytes()) if order.answer.is_file() else {}
+    figures = json.loads(request.answer.read_bytes()) if request.answer.is_file() else {}
     if ended.code != 0 or not figures:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         figures["failed"] = ended.why or (lines[-1] if lines else f"its process exited with code {ended.code}")
@@ -79,7 +79,7 @@ def in_a_process(order: Order, step: str, seconds: float, memory: float) -> dict
 # --- in that process --------------------------------------------------------------------------------------------------
 
 
-def plain(order: Order) -> dict[str, Any]:
+def plain(request: DeployRequest) -> dict[str, Any]:
     """Run the path without attnforge: torch's export with its defaults, a load in ONNX Runtime, and one comparison with
     eager torch."""
     import numpy as np
@@ -88,9 +88,9 @@ def plain(order: Order) -> dict[str, Any]:
 
     from attnforge.quiet import quiet
 
-    example, _ = _model(order)
+    example, _ = _model(request)
     names = list(example.dynamic_shapes or ())
-    file = order.bundle.with_suffix(".onnx")
+    file = request.bundle.with_suffix(".onnx")
     with quiet(), torch.no_grad():
         torch.onnx.export(
             example.module, example.args, file, dynamo=True, input_names=names,
@@ -105,16 +105,16 @@ def plain(order: Order) -> dict[str, Any]:
     return {"difference": float(np.max(differences))}  # NaN if any is NaN
 
 
-def deploy(order: Order) -> dict[str, Any]:
-    """Run `attnforge.deploy` with the order's options."""
+def deploy(request: DeployRequest) -> dict[str, Any]:
+    """Run `attnforge.deploy` with the request's options."""
     import attnforge
 
-    os.environ[VARIABLE] = str(order.folder / "cache") if order.cached else "off"
-    example, source = _model(order)
+    os.environ[VARIABLE] = str(request.folder / "cache") if request.cached else "off"
+    example, source = _model(request)
     parameters = sum(parameter.numel() for parameter in example.module.parameters())
     bundle = attnforge.deploy(
-        example.module, example.args, order.bundle, example.dynamic_shapes, targets=order.targets, tune=order.tune,
-        force=True, source=source,
+        example.module, example.args, request.bundle, example.dynamic_shapes, targets=request.targets,
+        tune=request.tune, force=True, source=source,
     )  # fmt: skip
     manifest = bundle.manifest
     return {
@@ -133,17 +133,17 @@ def deploy(order: Order) -> dict[str, Any]:
     }
 
 
-def verify(order: Order) -> dict[str, Any]:
+def verify(request: DeployRequest) -> dict[str, Any]:
     """Run `attnforge.verify` on the bundle, with every backend of this machine."""
     import attnforge
 
-    report = attnforge.verify(order.bundle)
+    report = attnforge.verify(request.bundle)
     kept = ("passed", "error", "budget", "cases", "missed")
     backends = {name: {key: getattr(each, key) for key in kept} for name, each in report.backends.items()}
     return {"passed": report.passed, "backends": backends, "skipped": report.skipped}
 
 
-def fused(order: Order) -> dict[str, Any]:
+def fused(request: DeployRequest) -> dict[str, Any]:
     """Count the sites that TensorRT-RTX compiles to its fused kernel in fp16, or in bf16 if torch exports no fp16."""
     import onnx_ir as ir
 
@@ -153,7 +153,7 @@ def fused(order: Order) -> dict[str, Any]:
     from attnforge.export.tensorrt import build as engine
     from attnforge.precision import precision_named
 
-    example, _ = _model(order)
+    example, _ = _model(request)
     precision, without = "fp16", None
     try:
         captured = capture(example.module, example.args, example.dynamic_shapes, precision_named(precision))
@@ -162,7 +162,7 @@ def fused(order: Order) -> dict[str, Any]:
         captured = capture(example.module, example.args, example.dynamic_shapes, precision_named(precision))
     sites = canonicalize(captured.model).sites
     lowered = for_tensorrt.lower(captured.model, sites).sites
-    file = order.bundle.with_suffix(".onnx")
+    file = request.bundle.with_suffix(".onnx")
     ir.save(captured.model, file, external_data=f"{file.name}.data")
     plan = engine.build(file, "tensorrt_rtx", captured.inputs, precision)
     unfused = [form for form in lowered if plan.kernel_of(form.node) is None]
@@ -175,21 +175,23 @@ def fused(order: Order) -> dict[str, Any]:
     }
 
 
-STEPS: dict[str, Callable[[Order], dict[str, Any]]] = {step.__name__: step for step in (plain, deploy, verify, fused)}
+STEPS: dict[str, Callable[[DeployRequest], dict[str, Any]]] = {
+    step.__name__: step for step in (plain, deploy, verify, fused)
+}
 
 
-def _model(order: Order) -> tuple[Example, Source]:
+def _model(request: DeployRequest) -> tuple[Example, Source]:
     from attnforge.export.sources.named import build
 
-    return build(order.model, order.options, None)
+    return build(request.model, request.options, None)
 
 
 def main(text: str) -> None:
-    """Run the step of an order."""
-    order = Order.model_validate_json(text)
-    answer = STEPS[order.step](order)
+    """Run the step of a request."""
+    request = DeployRequest.model_validate_json(text)
+    answer = STEPS[request.step](request)
     most = max([peak(), *answer.get("memory", {}).values()])
-    order.answer.write_text(json.dumps({**answer, "peak": most}), encoding="utf-8")
+    request.answer.write_text(json.dumps({**answer, "peak": most}), encoding="utf-8")
 
 
 if __name__ == "__main__":

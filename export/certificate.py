@@ -12,7 +12,7 @@ from attnforge.errors import UnfusedError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.masks.affine import Affine
-from attnforge.export.masks.regions import Interval, Region
+from attnforge.export.masks.regions import Interval, PairRegion
 from attnforge.export.masks.visibility import Unsized, Visibility, visibility
 from attnforge.export.targets.target import Built
 from attnforge.runtime.cases import sizes_at
@@ -109,7 +109,7 @@ def _mask(visible: Visibility, example: float | None, largest: float | None) -> 
     )
 
 
-def _region(region: Region) -> VisibleRegion:
+def _region(region: PairRegion) -> VisibleRegion:
     blocks = region.blocks
     return VisibleRegion(
         band=_ends(region.band.negated()),

@@ -373,7 +373,7 @@ def call(
     with gpu.current():
         callers = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
         run_on = gpu.stream if callers is None or gpu.is_legacy(callers) else callers
-        order = _Order(gpu, run_on, None if stream is None else callers)
+        order = _StreamOrder(gpu, run_on, None if stream is None else callers)
         feeds: list[Feed] = [
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)
             for spec, value in zip(inputs, values, strict=True)
@@ -398,7 +398,7 @@ def call(
     return arrays, event
 
 
-class _Order:
+class _StreamOrder:
     """The order of a call on the device: after the work that the libraries of its arrays have enqueued, and before the
     work that they enqueue next.
 
@@ -448,7 +448,7 @@ def _contiguous(library: str, value: Any) -> Any:
 
 
 def _target(
-    order: _Order, spec: TensorSpec, value: Any, shape: tuple[int, ...], others: Sequence[Feed]
+    order: _StreamOrder, spec: TensorSpec, value: Any, shape: tuple[int, ...], others: Sequence[Feed]
 ) -> StridedMemoryView:
     """A view of the array that output `spec` is to be written to.
 

@@ -29,7 +29,7 @@ TIMEOUT = 300
 """Timeout of a process, in seconds."""
 
 
-class Order(Record):
+class RunRequest(Record):
     """The request to a process.
 
     Attributes:
@@ -69,37 +69,37 @@ class FreshRun(Record):
     memory: MemoryUse | None
 
 
-def measured(order: Order) -> FreshRun:
-    """Run `order` in its own process.
+def measured(request: RunRequest) -> FreshRun:
+    """Run `request` in its own process.
 
     Raises:
         ChildError: the process failed or took too long.
     """
-    return call("attnforge.bench.alone", order, FreshRun, timeout=TIMEOUT)
+    return call("attnforge.bench.alone", request, FreshRun, timeout=TIMEOUT)
 
 
 # --- in that process --------------------------------------------------------------------------------------------------
 
 
-def _main(order: Order, progress: Progress) -> FreshRun:
-    libraries = {"backend": LIBRARIES.get(order.contender, "onnxruntime")}
-    importlib.import_module(libraries.get(order.engine, order.engine.partition("-")[0]))
-    if order.engine == "torch":
+def _main(request: RunRequest, progress: Progress) -> FreshRun:
+    libraries = {"backend": LIBRARIES.get(request.contender, "onnxruntime")}
+    importlib.import_module(libraries.get(request.engine, request.engine.partition("-")[0]))
+    if request.engine == "torch":
         importlib.import_module("attnforge.bench.contenders.peers")
     imported = time.perf_counter()
-    bundle = Bundle(order.bundle, lazily=True, trusted=order.trusted or False)
-    feeds, least = _inputs(bundle, order.sizes), _inputs(bundle, reference.sizes_at(bundle.manifest.inputs, "min"))
+    bundle = Bundle(request.bundle, lazily=True, trusted=request.trusted or False)
+    feeds, least = _inputs(bundle, request.sizes), _inputs(bundle, reference.sizes_at(bundle.manifest.inputs, "min"))
     prepared = time.perf_counter()
     with ExitStack() as stack:
-        run = _open(order, Setup(bundle, feeds, order.threads), stack)
+        run = _open(request, Setup(bundle, feeds, request.threads), stack)
         loaded = time.perf_counter()
-        if order.warm and order.any_sizes:
+        if request.warm and request.any_sizes:
             run(least)
         most, is_reset, before = peak(), reset_peak(), peak()  # a peak that was reset is the memory in use now
         started = time.perf_counter()
         run(feeds)
         first = time.perf_counter()
-        if order.warm and order.engine == "backend":
+        if request.warm and request.engine == "backend":
             run(feeds)  # prepares for repeated sizes
         extra = peak() - before
     memory = None
@@ -115,18 +115,18 @@ LIBRARIES = {"openvino": "openvino", "tensorrt": "tensorrt", "tensorrt_rtx": "te
 """The library that a backend imports first; the other backends import ONNX Runtime."""
 
 
-def _open(order: Order, setup: Setup, stack: ExitStack) -> Runner:
-    if order.engine == "backend":
-        return open_backend(order.contender, setup, stack)
-    if order.file is not None:
-        return ENGINES[order.engine](setup, Path(order.file), stack)
+def _open(request: RunRequest, setup: Setup, stack: ExitStack) -> Runner:
+    if request.engine == "backend":
+        return open_backend(request.contender, setup, stack)
+    if request.file is not None:
+        return ENGINES[request.engine](setup, Path(request.file), stack)
     from attnforge.bench.contenders.peers import PeerJob
     from attnforge.bench.contenders.registry import PEERS
 
-    if order.trust_source:
-        os.chdir(order.stands)  # the folder is on no import path, but the source may read files relative to it
-    job = PeerJob(setup.bundle, setup.feeds, setup.threads, Path(order.folder), trust_source=order.trust_source)
-    return PEERS[order.contender].open(job, stack)
+    if request.trust_source:
+        os.chdir(request.stands)  # the folder is on no import path, but the source may read files relative to it
+    job = PeerJob(setup.bundle, setup.feeds, setup.threads, Path(request.folder), trust_source=request.trust_source)
+    return PEERS[request.contender].open(job, stack)
 
 
 def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:
@@ -135,4 +135,4 @@ def _inputs(bundle: Bundle, sizes: dict[str, int]) -> dict[str, Array]:
 
 
 if __name__ == "__main__":
-    serve(Order, _main)
+    serve(RunRequest, _main)

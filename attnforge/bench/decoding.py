@@ -105,7 +105,7 @@ def measure_decoding(
         with_threads(experiment.threads, stack)
         given = experiment.module, experiment.trust_source
         job = PeerJob(bundle, {spec.name: ids}, experiment.threads, folder, *given)
-        truth = Truth.of(experiment, job)
+        truth = ReferenceLogits.of(experiment, job)
         results = DecodingResults(
             **run_of,
             model=manifest.name,
@@ -179,7 +179,7 @@ def _refused(backend: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Truth:
+class ReferenceLogits:
     """The logits of every token of the longest run, by a model without a cache.
 
     Attributes:
@@ -193,7 +193,7 @@ class Truth:
     is_float64: bool
 
     @classmethod
-    def of(cls, experiment: Experiment, job: PeerJob) -> Truth:
+    def of(cls, experiment: Experiment, job: PeerJob) -> ReferenceLogits:
         """Compute the logits with the module if it is available, otherwise with the exported graph in the bundle.
 
         Raises:
@@ -251,7 +251,7 @@ class Steps(Workload[Stepper]):
         copy: the copy that takes turns with the contenders; None where no limit is measured.
     """
 
-    truth: Truth
+    truth: ReferenceLogits
     ids: Array
     before: int
     context: int
@@ -291,7 +291,7 @@ class Prompt(Workload[Stepper]):
         ids: token ids of the prompt, `(batch, tokens)`.
     """
 
-    truth: Truth
+    truth: ReferenceLogits
     ids: Array
 
     def why_wrong(self, entry: Entry[Stepper]) -> str | None:

@@ -27,7 +27,7 @@ ROUNDS = 20
 
 R = TypeVar("R", bound=Run)
 
-Progress = Callable[[str], None]
+StageCallback = Callable[[str], None]
 """Called with the name of each stage as it starts."""
 
 
@@ -62,7 +62,7 @@ class Experiment:
     seconds: float = float("inf")
     openings: int = 1
     trust_source: bool = False
-    progress: Progress = lambda stage: None
+    progress: StageCallback = lambda stage: None
 
     @property
     def shares(self) -> list[int]:

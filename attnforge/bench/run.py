@@ -21,7 +21,7 @@ from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
 from attnforge.bench.decoding import measure_decoding
-from attnforge.bench.experiment import ROUNDS, Experiment, Progress, case_at, new_run, source_text
+from attnforge.bench.experiment import ROUNDS, Experiment, StageCallback, case_at, new_run, source_text
 from attnforge.bench.experiment import finished as finished
 from attnforge.bench.interval import latency_of, per_second, ratio_of
 from attnforge.bench.limits import Ceilings, limit_seconds
@@ -50,7 +50,7 @@ def benchmark(
     decode: Literal[False] = False, contexts: None = None, prompts: None = None, batch: None = None,
     rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None, module: Any = None,
     quick: bool = False, trust_source: bool = False, trusted: Trusted = None, command: str = ...,
-    progress: Progress = ...,
+    progress: StageCallback = ...,
 ) -> Results: ...  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def benchmark(
     decode: Literal[True], contexts: Sequence[int] | None = None, prompts: Sequence[int] | None = None,
     batch: int | None = None, rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None,
     module: Any = None, quick: bool = False, trust_source: bool = False, trusted: Trusted = None, command: str = ...,
-    progress: Progress = ...,
+    progress: StageCallback = ...,
 ) -> DecodingResults: ...  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def benchmark(
     trust_source: bool = False,
     trusted: Trusted = None,
     command: str = "attnforge.benchmark(…)",
-    progress: Progress = lambda stage: None,
+    progress: StageCallback = lambda stage: None,
 ) -> Results | DecodingResults:
     """Measure a bundle's backends, and peers if requested, in one run.
 
@@ -156,7 +156,7 @@ def benchmark(
     return finished(results, start)
 
 
-def new_results(command: str, threads: int, progress: Progress, with_ceilings: bool = True) -> Results:
+def new_results(command: str, threads: int, progress: StageCallback, with_ceilings: bool = True) -> Results:
     """Return results without models: time, machine and the machine's ceilings.
 
     Args:

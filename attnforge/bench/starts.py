@@ -73,7 +73,7 @@ def _noted(contender: Contender, what: str) -> Iterator[None]:
 
 def _subjects(
     experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case
-) -> Iterator[tuple[Contender, alone.Order]]:
+) -> Iterator[tuple[Contender, alone.RunRequest]]:
     """Yield the contenders to measure, each with the order for its process; a contender that no process can run gets a
     note with the reason."""
     for entry, contender in pairs:
@@ -89,7 +89,7 @@ def _subjects(
         else:
             yield (
                 contender,
-                alone.Order(
+                alone.RunRequest(
                     bundle=str(bundle.path.absolute()),
                     contender=entry.name,
                     engine="backend" if peer is None else peer.engine,

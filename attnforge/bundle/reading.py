@@ -130,7 +130,7 @@ class Bundle:
             BundleError: the manifest does not list the file, or the file is missing or altered.
         """
         self._listed(name)
-        with self._opened(name) as stream:
+        with self._open_member(name) as stream:
             data = stream.read()
         if hashlib.sha256(data).hexdigest() != self.manifest.files[name]:
             raise self._altered(name)
@@ -147,7 +147,7 @@ class Bundle:
             BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
         """
         self._listed(name)
-        with self._opened(name) as stream:
+        with self._open_member(name) as stream:
             is_small = os.fstat(stream.fileno()).st_size <= READ_WHOLE
         if is_small and not self._shared(name) and not _names_files(data := self.read(name)):
             return data
@@ -214,7 +214,7 @@ class Bundle:
             BundleError: the file is missing, altered, or outside the bundle.
         """
         self._listed(name)
-        with self._opened(name) as stream:
+        with self._open_member(name) as stream:
             before = identity(os.fstat(stream.fileno()))
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             after = identity(os.fstat(stream.fileno()))
@@ -250,7 +250,7 @@ class Bundle:
         model = PurePosixPath(name)
         binary = model.with_suffix(".bin").name
         files = {binary} if os.path.lexists(self._root / model.parent / binary) else set()
-        with self._opened(name) as stream:
+        with self._open_member(name) as stream:
             if os.fstat(stream.fileno()).st_size:
                 with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     files |= self._named(name, data[:]) if _names_files(data) else set()
@@ -278,7 +278,7 @@ class Bundle:
             )
         return {file for part in parts for file in locations(part)}
 
-    def _opened(self, name: str) -> BufferedReader:
+    def _open_member(self, name: str) -> BufferedReader:
         try:
             return open_inside(self._root, name)
         except OSError as error:

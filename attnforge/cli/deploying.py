@@ -20,7 +20,7 @@ _Source = partial(typer.Option, rich_help_panel="Source")
 _Accuracy = partial(typer.Option, rich_help_panel="Precision and accuracy")
 _Decoder = partial(typer.Option, rich_help_panel="Decoders")
 _TensorRT = partial(typer.Option, rich_help_panel="TensorRT")
-_Work = partial(typer.Option, rich_help_panel="Measuring and reuse")
+_Measuring = partial(typer.Option, rich_help_panel="Measuring and reuse")
 
 
 def deploy(
@@ -96,10 +96,10 @@ def deploy(
         str | None, _TensorRT(help="Precision of attention in plans of fp32 and tf32 models: fp16 or bf16.")
     ] = None,
     tune: Annotated[
-        bool, _Work(help="Choose ONNX Runtime's forms of attention by timing them on this machine, not by rules.")
+        bool, _Measuring(help="Choose ONNX Runtime's forms of attention by timing them on this machine, not by rules.")
     ] = True,
     cache: Annotated[
-        bool, _Work(help="Reuse plans, reference outputs and measurements from earlier deploys of the same model.")
+        bool, _Measuring(help="Reuse plans, reference outputs and measurements from earlier deploys of the same model.")
     ] = True,
     as_json: Json = False,
 ) -> Answer:

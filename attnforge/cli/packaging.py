@@ -14,7 +14,7 @@ from attnforge.cli.terminal import say, say_path, stages_shown
 from attnforge.errors import UsageError, check_known
 
 if TYPE_CHECKING:
-    from attnforge.serving.triton.repository import Packaged
+    from attnforge.serving.triton.repository import PackagedModel
 
 FORMS = ("triton", "polygraphy")
 
@@ -110,7 +110,7 @@ def _for_polygraphy(bundles: list[Path], out_folder: Path, trusted: list[Path] |
     return Answer(packaged.model_dump(), view)
 
 
-def _print(model: Packaged) -> None:
+def _print(model: PackagedModel) -> None:
     if model.apart is not None:
         joins = f"requests are not joined: {model.apart}"
     else:

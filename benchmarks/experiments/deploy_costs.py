@@ -17,7 +17,7 @@ from typing import Any
 from attnforge.model.registry import Example
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
-from benchmarks.deploy_steps import Order, in_a_process
+from benchmarks.deploy_steps import DeployRequest, in_a_process
 from benchmarks.experiment import Claim, Experiment, not_held, where
 from benchmarks.experiments import masks
 from benchmarks.experiments.real_sizes import builder_of, peak_of
@@ -94,12 +94,12 @@ LIMITS = (
 def measure(limit: Limit) -> dict[str, Any]:
     """Measure every step, with the figures of :func:`benchmarks.deploy_steps.in_a_process`."""
     with tempfile.TemporaryDirectory() as name:
-        order = Order(
+        request = DeployRequest(
             model=limit.model.source(Path(name)), options=dict(limit.model.options), folder=Path(name),
             tune=limit.tune, targets=limit.targets, cached=True,
         )  # fmt: skip
         steps = {"plain": "plain", "deploy": "deploy", "again": "deploy", "verify": "verify"}
-        return {title: in_a_process(order, step, 1800, 20 * GIB) for title, step in steps.items()}
+        return {title: in_a_process(request, step, 1800, 20 * GIB) for title, step in steps.items()}
 
 
 def _pairs(figures: Mapping[str, Any]) -> list[tuple[Limit, dict[str, Any]]]:

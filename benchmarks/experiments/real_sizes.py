@@ -20,7 +20,7 @@ from attnforge.bench.interval import fit_of
 from attnforge.export.measuring import MEASURING
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
-from benchmarks.deploy_steps import Order, in_a_process
+from benchmarks.deploy_steps import DeployRequest, in_a_process
 from benchmarks.experiment import Columns, Experiment, named, say, table_of, where
 from benchmarks.published import GROWTH, PUBLISHED, Published
 
@@ -40,12 +40,14 @@ def measure(
     """Measure every step of `model`: its figures, `seconds`, `cpu` seconds and `peak` bytes; or why it `failed`."""
     record: dict[str, Any] = {"kind": model.kind, "architecture": model.architecture, "tuned": tune}
     with tempfile.TemporaryDirectory() as folder:
-        order = Order(model=model.source(Path(folder)), options=dict(model.options), folder=Path(folder), tune=tune)
+        request = DeployRequest(
+            model=model.source(Path(folder)), options=dict(model.options), folder=Path(folder), tune=tune
+        )
         for step in GROWN if model.kind == "growth" else WHOLE:
             if step == "verify" and "failed" in record["deploy"]:
                 continue
             say(f"{model.name}: {step} …")
-            record[step] = in_a_process(order, step, seconds, gib * GIB)
+            record[step] = in_a_process(request, step, seconds, gib * GIB)
             say(f"  {record[step]}"[:400])
     return record
 

@@ -25,7 +25,7 @@ from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import Run, hold, stored_inputs
 from attnforge.serving.triton.options import Packaging
-from attnforge.serving.triton.repository import Packaged, package
+from attnforge.serving.triton.repository import PackagedModel, package
 from benchmarks.experiment import Claim, Columns, Experiment, named, say, table_of, where
 from benchmarks.published import deployed
 from benchmarks.servers.triton.client import PROTOCOLS, asking, client_of
@@ -80,7 +80,7 @@ def _bundles(made: Mapping[str, Callable[[], Example]], folder: Path) -> Iterato
             yield deployed(make(), target, name, precision=precision, tune=False, cache=False)
 
 
-def asked(server: Server, model: Packaged, bundle: Bundle) -> dict[str, Any]:
+def asked(server: Server, model: PackagedModel, bundle: Bundle) -> dict[str, Any]:
     """Check a model; return, by protocol, the error and budget of the reference cases and how many invalid requests got
     an error and were followed by a right answer; and what went wrong."""
     figure: dict[str, Any] = {

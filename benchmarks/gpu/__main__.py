@@ -25,7 +25,7 @@ from benchmarks.gpu.environment import environment, tests
 from benchmarks.gpu.parity import parity_of, supervise_models
 from benchmarks.gpu.published import published
 from benchmarks.gpu.running import TAKE, GpuRun, Task, read, step, supervise, write
-from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, Step
+from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, StepResult
 from benchmarks.gpu.timings import attention, ceilings, latency, overhead
 
 NO_DEVICE = 3
@@ -86,7 +86,7 @@ def main(
     raise typer.Exit(1 if wrong_answers(results) or failed_tests(results) else 0)
 
 
-def _earlier_steps(out: Path, results: GpuResults) -> dict[str, Step]:
+def _earlier_steps(out: Path, results: GpuResults) -> dict[str, StepResult]:
     """Return the steps of an earlier run on the same device with the same versions; empty if there is no such run."""
     try:
         earlier = read(out)

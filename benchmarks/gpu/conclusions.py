@@ -21,7 +21,7 @@ from benchmarks.gpu.steps import (
     Claim,
     GpuResults,
     Item,
-    Step,
+    StepResult,
     is_ours,
 )
 
@@ -41,7 +41,7 @@ def failed_tests(results: GpuResults) -> list[str]:
     """Return the last line of pytest if tests failed; empty if pytest did not finish in time."""
     return [
         f"tests, {key}: {item.values.get('summary')}"
-        for key, item in results.steps.get("tests", Step()).items.items()
+        for key, item in results.steps.get("tests", StepResult()).items.items()
         if item.values.get("exit code", 0) != 0
     ]
 
@@ -58,7 +58,7 @@ def claims(results: GpuResults) -> list[Claim]:
 def parity_claim(results: GpuResults, backend: str) -> Claim:
     """Return the claim that every model in every precision is within the parity budget on a backend."""
     text = f"every model in every precision is within the parity budget on {backend}"
-    step = results.steps.get("parity", Step())
+    step = results.steps.get("parity", StepResult())
     items = {key: item for key, item in step.items.items() if not key.endswith(", torch")}
     left_out = [key for key in step.left_out if not key.endswith(", torch")]
     checked = {key: item.checks[backend] for key, item in items.items() if backend in item.checks}
@@ -82,7 +82,7 @@ def parity_claim(results: GpuResults, backend: str) -> Claim:
 def opinion_claim(results: GpuResults, flavour: str) -> Claim:
     """Return the claim that Polygraphy's TrtRunner agrees with attnforge's runtime on a flavour's plans."""
     text, opinion = f"Polygraphy's TrtRunner agrees with attnforge's {flavour} on every plan", opinion_of(flavour)
-    items = results.steps.get("parity", Step()).items
+    items = results.steps.get("parity", StepResult()).items
     asked = {key: item.checks for key, item in items.items() if {flavour, opinion} <= set(item.checks)}
     unanswered = {
         key: (item.failed | item.skipped)[opinion]
@@ -101,7 +101,7 @@ def latency_claim(results: GpuResults, precision: str, peer: str, at_most: float
     """Return the claim that at batch 1, end to end at the median, the fastest session with inputs on the device takes
     at most `at_most` times as long as a peer, at every number of tokens."""
     text = f"{precision}, batch 1: the fastest attnforge session {words}"
-    step = results.steps.get("latency", Step())
+    step = results.steps.get("latency", StepResult())
     start = f"{precision}, batch 1, "
     missing = {key.removeprefix(start): why for key, why in step.left_out.items() if key.startswith(start)}
     answers: list[Verdict] = []
@@ -128,7 +128,7 @@ def attention_claim(results: GpuResults) -> Claim:
     """Return the claim that attention alone takes at most 1.2 times as long as torch's flash kernel, on the device."""
     tokens = (SIDES[-1] // PATCH) ** 2
     text = f"attention alone at {tokens} tokens, fp16, takes at most 1.2 times torch's flash kernel on the device"
-    step = results.steps.get("attention", Step())
+    step = results.steps.get("attention", StepResult())
     item = step.items.get(f"{tokens} tokens")
     if item is None or f"{tokens} tokens" in step.left_out:
         return _unmeasured(text, step.left_out.get(f"{tokens} tokens") or _why_not(results, "attention"))

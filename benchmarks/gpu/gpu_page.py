@@ -8,7 +8,7 @@ from attnforge.bench.results import Latency
 from attnforge.errors import first_line
 from attnforge.report.render import NOTHING, error, fixed, grouped, markdown_table
 from attnforge.runtime.backends.registry import BACKENDS
-from benchmarks.gpu.steps import COMPILE, EAGER, FATAL, FLASH, SHARES, WHOLE, GpuResults, Item, Step, worked
+from benchmarks.gpu.steps import COMPILE, EAGER, FATAL, FLASH, SHARES, WHOLE, GpuResults, Item, StepResult, worked
 
 TIMES = (
     "Milliseconds as p50 / p90 / p99. On the device: between CUDA events, the device kept busy until all is enqueued. "
@@ -20,7 +20,7 @@ TIMES = (
 
 def page(results: GpuResults) -> str:
     """Return the figures as Markdown."""
-    step = {name: results.steps.get(name, Step()) for name in SHARES}
+    step = {name: results.steps.get(name, StepResult()) for name in SHARES}
     claims = [(claim.text, claim.answer, claim.because) for claim in results.claims]
     tests = [item.values.get("summary") or "did not end" for item in step["tests"].items.values()]
     sections = {
@@ -48,7 +48,7 @@ def _head(results: GpuResults) -> str:
     return f"{results.machine.get('device', 'no device')}; {of}\n\n`{results.command}`, {results.date}, {spent}"
 
 
-def _environment(step: Step) -> list[str]:
+def _environment(step: StepResult) -> list[str]:
     facts, rows = [], []
     for key, item in step.items.items():
         if not key.startswith("try "):
@@ -75,7 +75,7 @@ def _values(item: Item, between: str) -> str:
     return between.join(f"{name} {text}" for name, text in texts.items())
 
 
-def _parity(step: Step) -> list[str]:
+def _parity(step: StepResult) -> list[str]:
     named = {name for item in step.items.values() for name in (*item.checks, *item.failed)}
     backends = [name for name in (*BACKENDS, EAGER, COMPILE) if name in named]
     rows: dict[str, dict[str, str]] = {}
@@ -97,14 +97,14 @@ def _check_cell(item: Item, name: str) -> str:
 def ceilings_of(results: GpuResults) -> dict[str, float]:
     """Return the device's ceilings: TFLOP/s of matrix products by precision, GB/s of a `copy`."""
     most = {}
-    for key, item in results.steps.get("ceilings", Step()).items.items():
+    for key, item in results.steps.get("ceilings", StepResult()).items.items():
         rate = item.values.get("gb_per_s" if key == "copy" else "tflops")
         if isinstance(rate, float):
             most[key.removeprefix("product ")] = rate
     return most
 
 
-def _ceilings(step: Step) -> list[str]:
+def _ceilings(step: StepResult) -> list[str]:
     rows = []
     for key, item in step.items.items():
         if "tflops" in item.values:
@@ -115,7 +115,7 @@ def _ceilings(step: Step) -> list[str]:
     return [markdown_table(("", "best of many"), rows)] if step.items else []
 
 
-def _attention(step: Step, most: Mapping[str, float]) -> list[str]:
+def _attention(step: StepResult, most: Mapping[str, float]) -> list[str]:
     rows = []
     for item in step.items.values():
         if not item.timings:  # it failed, or is running
@@ -164,7 +164,7 @@ def _timing_table(item: Item) -> str:
     return markdown_table(header, rows) if rows else ""
 
 
-def _latencies(step: Step) -> list[str]:
+def _latencies(step: StepResult) -> list[str]:
     parts = [TIMES] if step.items else []
     for key, item in step.items.items():
         out = [f"{name}: {first_line(why)}" for name, why in (item.skipped | item.failed).items()]
@@ -173,7 +173,7 @@ def _latencies(step: Step) -> list[str]:
     return parts
 
 
-def _overhead(step: Step) -> list[str]:
+def _overhead(step: StepResult) -> list[str]:
     return [
         text for key, item in step.items.items() for text in (f"### {key}", _timing_table(item), _values(item, ", "))
     ]

@@ -173,7 +173,7 @@ def targets_of(backends: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Truth:
+class ReferenceElements:
     """The reference for answers: eager's and float64's elements at some positions of the output.
 
     Attributes:
@@ -208,7 +208,7 @@ def truth_of(
     eager: Callable[..., Tensor],
     exact: Callable[..., Tensor],
     inputs: Sequence[Tensor],
-) -> Truth:
+) -> ReferenceElements:
     """Compute the reference for the outputs of a batch of inputs.
 
     Args:
@@ -231,7 +231,7 @@ def truth_of(
         positions = torch.randint(count, (MOST_COMPARED,), generator=torch.Generator().manual_seed(0))
     on_device = positions.to(plain.device)
     flat = [tensor[on_device].double().cpu().numpy() for tensor in (plain, truth)]
-    return Truth(Case(name=name, sizes={}, kind="normal", seed=0), precision, positions, *flat)
+    return ReferenceElements(Case(name=name, sizes={}, kind="normal", seed=0), precision, positions, *flat)
 
 
 # --- patch-attention, the main timed model ----------------------------------------------------------------------------
@@ -279,6 +279,6 @@ def patch_attention() -> Example:
     return build_model("patch-attention", image_size=32, max_image_size=64)
 
 
-def patch_truth(device: Device, large: Large, images: Tensor, point: PatchPoint) -> Truth:
+def patch_truth(device: Device, large: Large, images: Tensor, point: PatchPoint) -> ReferenceElements:
     """Compute the reference for the model's answers to these images."""
     return truth_of(device, point.name, precision_named(point.precision), large.module, large.exact, [images])

@@ -23,7 +23,17 @@ from benchmarks.gpu.device import BY_QUICK, Device
 from benchmarks.gpu.models import patch_attention, targets_of
 from benchmarks.gpu.running import NO_TIME, Task, attempt, device_lost, read, supervise, write
 from benchmarks.gpu.second_opinion import opinion_of, second_opinion
-from benchmarks.gpu.steps import COMPILE, EAGER, WHOLE, GpuResults, Item, ParityCheck, Settings, Step, capabilities
+from benchmarks.gpu.steps import (
+    COMPILE,
+    EAGER,
+    WHOLE,
+    GpuResults,
+    Item,
+    ParityCheck,
+    Settings,
+    StepResult,
+    capabilities,
+)
 
 if TYPE_CHECKING:
     from attnforge.model.registry import Example
@@ -61,18 +71,18 @@ def supervise_models(settings: Settings) -> None:
     """Check every registered model in every precision on every backend: one process per model, several at once, each
     with its own results, which are merged when it has ended."""
     results = read(settings.out)
-    record = results.steps["parity"] = Step()
+    record = results.steps["parity"] = StepResult()
     attempt(record.failed, WHOLE, partial(_supervise_each, settings, results, record))
     write(results, settings.out)
 
 
-def _supervise_each(settings: Settings, results: GpuResults, record: Step) -> None:
+def _supervise_each(settings: Settings, results: GpuResults, record: StepResult) -> None:
     workers = max(min(10, (os.cpu_count() or 1) * 2 // 3), 1)
     threads = max((os.cpu_count() or 1) // workers, 1)
 
-    def supervised(model: str) -> Step:
+    def supervised(model: str) -> StepResult:
         folder = Path(tempfile.mkdtemp(prefix=f"parity-{model}-", dir=settings.scratch))
-        write(GpuResults(steps={"environment": results.steps.get("environment", Step())}), folder)
+        write(GpuResults(steps={"environment": results.steps.get("environment", StepResult())}), folder)
         changed = {"out": str(folder), "scratch": str(folder), "threads": threads}
         supervise(settings.model_copy(update=changed), f"parity:{model}")
         return read(folder).steps[f"parity:{model}"]

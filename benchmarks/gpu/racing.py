@@ -18,7 +18,7 @@ from attnforge.bundle import Bundle
 from attnforge.runtime.race import in_turns
 from attnforge.runtime.session import Session, load
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.models import Truth
+from benchmarks.gpu.models import ReferenceElements
 from benchmarks.gpu.running import attempt, device_lost
 from benchmarks.gpu.steps import COMPILE, EAGER, FLASH, Item, Timing, is_ours
 
@@ -67,7 +67,9 @@ class Racer:
         return on_device, device.wall_ms(self.opened.call)
 
 
-def enter(device: Device, item: Item, name: str, make: Callable[[], OpenContender], truth: Truth) -> Racer | None:
+def enter(
+    device: Device, item: Item, name: str, make: Callable[[], OpenContender], truth: ReferenceElements
+) -> Racer | None:
     """Load a contender, check its first answer, warm it up, and check its last answer too, which may come from a
     replayed graph; return None if it failed or was wrong, with the reason in the item."""
 
@@ -110,7 +112,7 @@ def race(
     device: Device,
     item: Item,
     ways: Ways,
-    truth: Truth,
+    truth: ReferenceElements,
     batch: int,
     why_not: Callable[[str], str | None] = lambda name: None,
     seconds: float | None = None,

@@ -19,7 +19,7 @@ from attnforge.machine import cuda_devices
 from benchmarks.child import run as run_child
 from benchmarks.gpu.conclusions import claims
 from benchmarks.gpu.gpu_page import page
-from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, Step
+from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, StepResult
 
 LOST = 75
 """Exit code of a process that lost its device."""
@@ -69,13 +69,13 @@ class GpuRun:
         write(self.results, self.settings.out)
 
 
-def step(run: GpuRun, name: str, tasks: Callable[[], Sequence[Task]]) -> Step:
+def step(run: GpuRun, name: str, tasks: Callable[[], Sequence[Task]]) -> StepResult:
     """Run a step's tasks one after another while there is time, and record each as it is done.
 
     Tasks that an earlier process recorded are skipped. A task that raises is recorded with its message, and the next
     one runs, in another process if the device was lost.
     """
-    record = run.results.steps.setdefault(name, Step())
+    record = run.results.steps.setdefault(name, StepResult())
     todo = attempt(record.failed, WHOLE, tasks) or ()
     record.planned = [key for key, _ in todo]
     for key, do in todo:
@@ -169,7 +169,7 @@ def supervise(settings: Settings, name: str) -> None:
             _leave_out(settings, name, NO_TIME)
             return
         logged = last_words(log.read_text(encoding="utf-8", errors="replace"))
-        record = read(settings.out).steps.get(name, Step())
+        record = read(settings.out).steps.get(name, StepResult())
         if code != LOST:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             _died(settings, name, f"its process {how}. Its log: {logged}")
@@ -191,7 +191,7 @@ def _in_process(settings: Settings, name: str, log: Path) -> int | None:
 def _leave_out(settings: Settings, name: str, why: str) -> None:
     """Record the planned tasks that a step did not finish, or the whole step if it had not planned any."""
     results = read(settings.out)
-    record = results.steps.setdefault(name, Step())
+    record = results.steps.setdefault(name, StepResult())
     if record.doing is not None:
         record.left_out[record.doing] = UNDER_WAY
     for key in record.planned or [WHOLE]:
@@ -204,7 +204,7 @@ def _leave_out(settings: Settings, name: str, why: str) -> None:
 def _died(settings: Settings, name: str, why: str) -> None:
     """Record that a step's process died, with the task that it was running."""
     results = read(settings.out)
-    record = results.steps.setdefault(name, Step())
+    record = results.steps.setdefault(name, StepResult())
     if record.doing is None:
         record.failed[WHOLE] = why
     else:

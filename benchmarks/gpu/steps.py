@@ -96,7 +96,7 @@ class Item(StepRecord):
     failed: dict[str, str] = Field(default_factory=dict)
 
 
-class Step(StepRecord):
+class StepResult(StepRecord):
     """The results of a step.
 
     Attributes:
@@ -135,7 +135,7 @@ class GpuResults(StepRecord):
     budget_seconds: float = 0.0
     seconds: float = 0.0
     machine: dict[str, str] = Field(default_factory=dict)
-    steps: dict[str, Step] = Field(default_factory=dict)
+    steps: dict[str, StepResult] = Field(default_factory=dict)
     claims: list[Claim] = Field(default_factory=list)
 
 
@@ -180,7 +180,7 @@ def worked(item: Item) -> bool:
 
 def tries(results: GpuResults, backend: str) -> dict[str, Item]:
     """Return the results of trying a backend in the first step, by task."""
-    items = results.steps.get("environment", Step()).items
+    items = results.steps.get("environment", StepResult()).items
     return {key: item for key, item in items.items() if key.partition(",")[0] == f"try {backend}"}
 
 

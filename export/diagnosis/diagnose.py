@@ -191,7 +191,7 @@ def allowed_of(quantised: Quantised) -> float:
     return quantised.max_error or FAR_OFF * precision_named("int8").floor
 
 
-class Choice(NamedTuple):
+class Subject(NamedTuple):
     """The subject of a diagnosis.
 
     Attributes:
@@ -205,13 +205,13 @@ class Choice(NamedTuple):
     position: int | None = None
 
 
-def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> Choice:
+def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str | None) -> Subject:
     """The case to examine, and why this one."""
     by_name = {case.name: case for case in cases}
     if named is not None:
         if named not in by_name:
             raise UnknownNameError("case", named, by_name)
-        return Choice(by_name[named], "asked for")
+        return Subject(by_name[named], "asked for")
     every = [c for report in reports for c in report.comparisons]
     comparisons = [c for c in every if c.schedule is None]
     if not any(not c.passed for c in comparisons) and (stepwise := [c for c in every if not c.passed]):
@@ -221,17 +221,17 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
     small = {c.case for c in comparisons if c.compared <= LARGE} or set(by_name)
     ordinary = [c for c in candidates if by_name[c.case].is_ordinary and c.case in small] or candidates
     if not ordinary:
-        return Choice(cases[0], "no backend ran")
+        return Subject(cases[0], "no backend ran")
     if failing:
         worst = max(ordinary, key=lambda c: c.error / c.budget)
-        return Choice(by_name[worst.case], f"it fails: {worst.reason}")
+        return Subject(by_name[worst.case], f"it fails: {worst.reason}")
     worst = max(ordinary, key=lambda c: (c.overflowed, c.eager_error))
     if worst.overflowed:
-        return Choice(by_name[worst.case], f"eager overflows at {worst.overflowed} positions")
-    return Choice(by_name[worst.case], f"nothing fails, and eager's error is largest: {scientific(worst.eager_error)}")
+        return Subject(by_name[worst.case], f"eager overflows at {worst.overflowed} positions")
+    return Subject(by_name[worst.case], f"nothing fails, and eager's error is largest: {scientific(worst.eager_error)}")
 
 
-def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> Choice:
+def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> Subject:
     """The case to examine if a decoder fails only step by step, and the step with the largest error."""
     worst = max(failing, key=lambda c: c.error / c.budget)
     case = by_name.get(worst.case) or by_name.get(reference.LARGEST) or next(iter(by_name.values()))
@@ -239,7 +239,7 @@ def _at_a_step(failing: Sequence[Comparison], by_name: Mapping[str, Case]) -> Ch
     if worst.worst is not None and len(worst.worst.index) > 1:
         where = f" at token {worst.worst.index[1]} of sample {worst.worst.index[0]}"
         position = max(worst.worst.index[1], position)
-    return Choice(case, f"the whole sequence is right, and {worst.where} fails{where}: {worst.reason}", position)
+    return Subject(case, f"the whole sequence is right, and {worst.where} fails{where}: {worst.reason}", position)
 
 
 def _error_against(bundle: Bundle, case: Case, traced: Trace | None = None) -> float | None:

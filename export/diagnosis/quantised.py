@@ -48,7 +48,7 @@ these."""
 
 
 @dataclass(frozen=True)
-class Step:
+class Rounding:
     """A low-bit rounding of a computed tensor.
 
     Attributes:
@@ -109,7 +109,7 @@ def _pairs(model: ir.Model) -> list[tuple[ir.Node, ir.Node]]:
     return [(node, quantise) for node, quantise in pairs if is_op(quantise, "QuantizeLinear")]
 
 
-def steps_of(model: ir.Model) -> list[Step]:
+def steps_of(model: ir.Model) -> list[Rounding]:
     """The steps of a graph that :func:`with_weights` made, in graph order."""
     steps = []
     for node, quantise in _pairs(model):
@@ -119,7 +119,7 @@ def steps_of(model: ir.Model) -> list[Step]:
         least, most = (-128, 127) if quantise.outputs[0].dtype == INT8 else (-448, 448)
         first = next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])
         steps.append(
-            Step(
+            Rounding(
                 tensor=str(node.outputs[0].name),
                 source=str(input_of(quantise).name),
                 scale=float(scale.item()),
@@ -166,7 +166,7 @@ def costliest_step(trace: Trace, quantised: Quantised) -> Finding:
     return Finding.at(tensor, cause, evidence, module=module, error_without=left)
 
 
-def _modules(step: Step, quantised: Quantised) -> str:
+def _modules(step: Rounding, quantised: Quantised) -> str:
     """The modules whose products read a step's output."""
     by_product = {f"{product.name}/{quantised.type}": product.module for product in quantised.products}
     modules = dict.fromkeys(by_product[user] for user in step.users if user in by_product)
@@ -191,7 +191,7 @@ def error_without(trace: Trace, tensor: str) -> float:
 # --- why --------------------------------------------------------------------------------------------------------------
 
 
-def why_costly(step: Step, source: Array) -> tuple[Cause, str] | None:
+def why_costly(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     """Why a step costs what it does; None if it is only the rounding.
 
     Args:
@@ -201,7 +201,7 @@ def why_costly(step: Step, source: Array) -> tuple[Cause, str] | None:
     return _clipped(step, source) or _outliers(step, source)
 
 
-def rounded(step: Step, source: Array, scale: float | Array) -> Array:
+def rounded(step: Rounding, source: Array, scale: float | Array) -> Array:
     """Numbers after a step's rounding with a given scale."""
     numbers = np.clip(source / scale, step.least, step.most)
     if step.most == 127:
@@ -209,7 +209,7 @@ def rounded(step: Step, source: Array, scale: float | Array) -> Array:
     return numbers.astype(np.float32).astype(ir.DataType.FLOAT8E4M3FN.numpy()).astype(np.float64) * scale
 
 
-def _clipped(step: Step, source: Array) -> tuple[Cause, str] | None:
+def _clipped(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     """Clipping, if most of the error comes from numbers beyond the range."""
     numbers = source[np.isfinite(source)]
     limit = step.scale * step.most
@@ -225,7 +225,7 @@ def _clipped(step: Step, source: Array) -> tuple[Cause, str] | None:
     )
 
 
-def _outliers(step: Step, source: Array) -> tuple[Cause, str] | None:
+def _outliers(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     """Outlier channels, if a few take up the range and the others would have a far smaller error without them."""
     if not step.is_input or step.most != 127:  # floating-point steps are as fine for small numbers
         return None

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Certificate
-from attnforge.export.diagnosis.stages import Stage, module_of
+from attnforge.export.diagnosis.stages import StageGraph, module_of
 from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.graphs.execute import Tensors, as_it_is, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
@@ -45,8 +45,8 @@ class Parting:
         inputs: names of the tensors that agree, from which it is computed.
     """
 
-    before: Stage
-    after: Stage
+    before: StageGraph
+    after: StageGraph
     tensor: str
     module: str
     rule: str
@@ -54,7 +54,7 @@ class Parting:
     inputs: tuple[str, ...]
 
 
-def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:
+def first_parting(stages: Sequence[StageGraph], feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:
     """The first pair of stages, plain and canonical or canonical and lowered, that are not one function.
 
     Args:
@@ -69,7 +69,9 @@ def first_parting(stages: Sequence[Stage], feeds: Mapping[str, Array], certifica
     return next((parting for parting in partings if parting is not None), None)
 
 
-def _parting(before: Stage, after: Stage, feeds: Mapping[str, Array], certificate: Certificate) -> Parting | None:
+def _parting(
+    before: StageGraph, after: StageGraph, feeds: Mapping[str, Array], certificate: Certificate
+) -> Parting | None:
     outputs = [str(v.name) for v in after.model.graph.outputs]
     # A type's least number stands for minus infinity in one idiom's mask, and is an ordinary number in another's.
     for stands_for_infinity in (False, True):
@@ -149,7 +151,7 @@ def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> st
     return None
 
 
-def _rule(before: Stage, after: Stage, region: Sequence[ir.Node], certificate: Certificate) -> str:
+def _rule(before: StageGraph, after: StageGraph, region: Sequence[ir.Node], certificate: Certificate) -> str:
     """A description of the rewrite in a region."""
     for detail in certificate.details:
         if any((node.name or "").startswith(f"{detail.site}/") for node in region):

@@ -21,7 +21,7 @@ from attnforge.export.tensorrt.build import site_of
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageGraph:
     """A graph on the way from the export to a target.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stage:
     model: ir.Model
 
 
-def stages(bundle: Bundle, *, of_step: bool = False) -> list[Stage]:
+def stages(bundle: Bundle, *, of_step: bool = False) -> list[StageGraph]:
     """The graphs of a bundle: plain if the bundle has it, canonical, and each graph that is lowered from it.
 
     Args:
@@ -43,14 +43,14 @@ def stages(bundle: Bundle, *, of_step: bool = False) -> list[Stage]:
     """
     graph_of = load_graph if of_step else whole_graph
     canonical = graph_of(bundle, CANONICAL)
-    graphs = [Stage("canonical", decomposed(canonical, sites_of(bundle.manifest.attention)))]
+    graphs = [StageGraph("canonical", decomposed(canonical, sites_of(bundle.manifest.attention)))]
     if PLAIN in bundle.manifest.files and not of_step:
-        graphs.insert(0, Stage("plain", with_weights_of(load_graph(bundle, PLAIN), canonical)))
+        graphs.insert(0, StageGraph("plain", with_weights_of(load_graph(bundle, PLAIN), canonical)))
     files: set[str] = set()
     for target, record in bundle.manifest.targets.items():
         if record.model not in files:  # both TensorRTs parse one file
             files.add(record.model)
-            graphs.append(Stage(target, graph_of(bundle, record.model)))
+            graphs.append(StageGraph(target, graph_of(bundle, record.model)))
     return graphs
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.masks.affine import ZERO
 from attnforge.export.masks.at_blocks import why_not_by_blocks, why_not_by_key
-from attnforge.export.masks.regions import Interval, Region
+from attnforge.export.masks.regions import Interval, PairRegion
 from attnforge.export.masks.visibility import Visibility
 
 Residue = Literal["none", "by key", "other"]
@@ -124,10 +124,10 @@ def _first(seen: Visibility) -> Band | None:
     return None if parts is None or band is None else replace(band, first_keys=parts[1], first_queries=parts[2])
 
 
-def _parts(seen: Visibility) -> tuple[Region, int, int] | None:
+def _parts(seen: Visibility) -> tuple[PairRegion, int, int] | None:
     """The one region of all queries and keys, how many first keys every query also sees, and how many first queries see
     every key; None if the regions are of other kinds."""
-    whole: list[Region] = []
+    whole: list[PairRegion] = []
     first = {"keys": 0, "queries": 0}
     for region in seen.regions:
         limits = [name for name in first if not getattr(region, name).is_open]
@@ -142,7 +142,7 @@ def _parts(seen: Visibility) -> tuple[Region, int, int] | None:
     return (whole[0], first["keys"], first["queries"]) if len(whole) == 1 else None
 
 
-def _band(region: Region) -> Band | None:
+def _band(region: PairRegion) -> Band | None:
     """The band of a region of all queries and keys that has two ends, or chunks."""
     ends = _numbers(region.band)
     if ends is None:

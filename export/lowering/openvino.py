@@ -31,7 +31,7 @@ from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.forms import Candidate, Row, usual
 from attnforge.export.lowering.products import decompose
-from attnforge.export.lowering.tuning import Engine, Tuner, lower_sites, plain_first
+from attnforge.export.lowering.tuning import Library, Tuner, lower_sites, plain_first
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 
 FLOAT = ir.DataType.FLOAT
@@ -74,7 +74,7 @@ def lower(
         model: a graph with canonical Attention nodes and no cache.
         sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
         sizes: the usual size of each symbolic dim.
-        tuner: chooses fp32 sites by measuring on :data:`ENGINE`; without one, and in 16 bits, the rules choose.
+        tuner: chooses fp32 sites by measuring on :data:`LIBRARY`; without one, and in 16 bits, the rules choose.
         in_int8: scales of the queries and keys that may be rounded, by site name.
 
     Returns:
@@ -178,7 +178,7 @@ _VALUES = ("B", "H", "n_k", "d_v")
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
+def _open_on_openvino(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     """A function that runs `model` on `feeds` as the backend runs repeated shapes, and returns OpenVINO's own output
     tensor."""
     import openvino
@@ -200,4 +200,4 @@ def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     return run
 
 
-ENGINE = Engine("OpenVINO", _opened, lambda output: output.data.copy())
+LIBRARY = Library("OpenVINO", _open_on_openvino, lambda output: output.data.copy())

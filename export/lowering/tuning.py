@@ -47,7 +47,7 @@ only if there is time for these."""
 
 
 @dataclass(frozen=True)
-class Engine:
+class Library:
     """The library that runs the forms that are measured.
 
     Attributes:
@@ -62,7 +62,7 @@ class Engine:
     read: Callable[[Any], Array]
 
 
-def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
+def _open_on_onnxruntime(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     """A function that runs `model` on `feeds` and returns the binding of ONNX Runtime's own output values."""
     session = open_session(model, optimised=True)
     binding = session.io_binding()
@@ -82,7 +82,7 @@ def _opened(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
     return run
 
 
-ONNX_RUNTIME = Engine("ONNX Runtime", _opened, lambda binding: binding.get_outputs()[0].numpy())
+ONNX_RUNTIME = Library("ONNX Runtime", _open_on_onnxruntime, lambda binding: binding.get_outputs()[0].numpy())
 
 
 class Tuner:
@@ -93,7 +93,7 @@ class Tuner:
         seconds: time for measuring all sites together. Once it is spent, the remaining sites are left to the rules.
         steps: counts every site; None if progress is not reported.
         measured: earlier measurements, by site.
-        engine: runs the forms.
+        library: runs the forms.
 
     Attributes:
         spent: seconds of measuring so far.
@@ -106,9 +106,9 @@ class Tuner:
         seconds: float = 20.0,
         steps: Steps | None = None,
         measured: Mapping[str, FormChoice] | None = None,
-        engine: Engine = ONNX_RUNTIME,
+        library: Library = ONNX_RUNTIME,
     ) -> None:
-        self.sizes, self._steps, self._before, self._engine = sizes, steps, measured or {}, engine
+        self.sizes, self._steps, self._before, self._library = sizes, steps, measured or {}, library
         self.chosen: dict[str, FormChoice] = {}
         self.seconds, self.spent = seconds, 0.0
         self._known: dict[Hashable, FormChoice] = {}
@@ -173,15 +173,15 @@ class Tuner:
             feeds = cut.feeds(work.sizes, work.past)
 
             def opened(candidate: Candidate, feeds: Mapping[str, Array] = feeds) -> tuple[Callable[[], Any], Array]:
-                run = self._engine.open(models[candidate.form], feeds)
+                run = self._library.open(models[candidate.form], feeds)
                 start = time.perf_counter()
-                output = self._engine.read(run())
+                output = self._library.read(run())
                 seconds = time.perf_counter() - start
                 if seconds > LONG and start + CALLS * len(candidates) * seconds > end:
                     raise Unmeasurable(f"a call takes {seconds:.1f} seconds, so there is no time to compare its forms")
                 return run, output
 
-            runs, refused = agreeing(candidates, opened, self._engine.name)
+            runs, refused = agreeing(candidates, opened, self._library.name)
             dropped |= refused
             times.append(medians(runs, ROUNDS, (end - time.perf_counter()) / left))
         forms = [form for form in times[0] if all(form in others for others in times)]
@@ -195,7 +195,7 @@ class Tuner:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Workload:
     """What a site does in one call.
 
     Attributes:
@@ -211,36 +211,36 @@ class _Work:
     text: str = ""
 
 
-def _works(a: Attention, sizes: Mapping[str, int]) -> list[_Work]:
+def _works(a: Attention, sizes: Mapping[str, int]) -> list[_Workload]:
     """The calls that are timed: one at the usual sizes, or for a site with a cache a token and a prompt of one
     sample."""
     if a.cached is None:
-        return [_Work(sizes)]
+        return [_Workload(sizes)]
     batch, tokens = (str(dim) for dim in dims_of(a.cached.tokens)[:2])
     capacity = evaluated(a.size("n_k"), sizes)
     count = min(max(evaluated(a.size("n_q"), sizes), 2), capacity)
     token, prompt = ({**sizes, batch: 1, tokens: number} for number in (1, count))
     past = capacity // 2
     return [
-        _Work(token, past, count, f" for a token after {past:,}"),
-        _Work(prompt, text=f" for a prompt of {count:,}"),
+        _Workload(token, past, count, f" for a token after {past:,}"),
+        _Workload(prompt, text=f" for a prompt of {count:,}"),
     ]
 
 
-def _timing(work: _Work, times: Mapping[str, float], chosen: str, forms: Sequence[str]) -> str:
+def _timing(work: _Workload, times: Mapping[str, float], chosen: str, forms: Sequence[str]) -> str:
     others = ", ".join(f"{form} {times[form]:.3f}" for form in forms if form != chosen)
     return f"{times[chosen]:.3f} ms{work.text}" + (f" against {others}" if others else "")
 
 
 def agreeing(
-    candidates: Sequence[Candidate], opened: Callable[[Candidate], tuple[Callable[[], Any], Array]], engine: str
+    candidates: Sequence[Candidate], opened: Callable[[Candidate], tuple[Callable[[], Any], Array]], library: str
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """A run of every form that agrees with the first candidate, by form; and why the other forms are dropped.
 
     Args:
         candidates: the forms.
         opened: takes a form; returns a function that runs it, and its first output.
-        engine: name of the library that runs them.
+        library: name of the library that runs them.
 
     Raises:
         Unmeasurable: the first form does not run.
@@ -255,8 +255,8 @@ def agreeing(
             raise
         except Exception as error:  # a kernel that refuses this shape is a result
             if expected is None:
-                raise Unmeasurable(f"{engine} refuses the form that the others are checked against") from error
-            dropped[candidate.form] = f"{engine} refuses it: {first_line(error)}"
+                raise Unmeasurable(f"{library} refuses the form that the others are checked against") from error
+            dropped[candidate.form] = f"{library} refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
         if reason := _disagreement(output, expected, candidate.tolerance, candidates[0].form):

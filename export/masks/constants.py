@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.masks.affine import Affine, Atom, Variable
 from attnforge.export.masks.numbers import UNKNOWN, Arithmetic, Between, Number
-from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, Region, Regions, visible
+from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, PairRegion, Regions, visible
 from attnforge.export.masks.scores import Scores, Whole
 from attnforge.export.masks.shape import pairs_of
 
@@ -193,8 +193,8 @@ def _ways(flags: Flags) -> Iterator[Regions]:
         (full_columns, full_rows),
         (full_columns & False, full_rows),
     ):
-        regions = [Region(keys=_interval(start, stop - 1)) for start, stop in _runs(columns)]
-        regions += [Region(queries=_interval(start, stop - 1)) for start, stop in _runs(queries)]
+        regions = [PairRegion(keys=_interval(start, stop - 1)) for start, stop in _runs(columns)]
+        regions += [PairRegion(queries=_interval(start, stop - 1)) for start, stop in _runs(queries)]
         if 0 < len(regions) < MOST_REGIONS:
             rest = flags & ~columns & ~queries[:, None]
             yield (*regions, *([_region(_Rows.of(rest))] if rest.any() else []))
@@ -239,10 +239,10 @@ class _Rows:
         return _Rows(self.indices[kept], self.first[kept], self.last[kept])
 
 
-def _region(rows: _Rows, blocks: Blocks | None = None) -> Region:
+def _region(rows: _Rows, blocks: Blocks | None = None) -> PairRegion:
     """The smallest region that contains all keys of the queries."""
     band = _from(rows.indices - rows.last, rows.indices - rows.first)
-    return Region(band, blocks, _from(rows.indices, rows.indices), _from(rows.first, rows.last))
+    return PairRegion(band, blocks, _from(rows.indices, rows.indices), _from(rows.first, rows.last))
 
 
 def _segments(rows: _Rows, shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -73,7 +73,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Region:
+class PairRegion:
     """The pairs that meet every condition.
 
     Attributes:
@@ -88,7 +88,7 @@ class Region:
     queries: Interval = OPEN
     keys: Interval = OPEN
 
-    def looser(self) -> Iterator[Region]:
+    def looser(self) -> Iterator[PairRegion]:
         """The regions with one end or the blocks fewer."""
         if (blocks := self.blocks) is not None:
             yield replace(self, blocks=None)
@@ -143,12 +143,14 @@ class Region:
         return " and ".join(parts) or "all"
 
 
-Regions = tuple[Region, ...]
-ALL: Regions = (Region(),)
+Regions = tuple[PairRegion, ...]
+ALL: Regions = (PairRegion(),)
 NONE: Regions = ()
 
 
-def visible(regions: Sequence[Region], queries: NDArray[np.int64], n_k: int, number_of: Callable[[Atom], int]) -> int:
+def visible(
+    regions: Sequence[PairRegion], queries: NDArray[np.int64], n_k: int, number_of: Callable[[Atom], int]
+) -> int:
     """Count the pairs of some queries and all keys that are in a union, each once.
 
     Args:

@@ -9,11 +9,11 @@ from functools import reduce
 import islpy as isl
 
 from attnforge.export.masks.affine import Affine, Atom, Quotient, Variable
-from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, Region, Regions
+from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, PairRegion, Regions
 from attnforge.export.masks.scores import Scores, Whole
 
 
-def pairs_of(scores: Scores, region: Region, query: Whole | None = None, key: Whole | None = None) -> isl.Set:
+def pairs_of(scores: Scores, region: PairRegion, query: Whole | None = None, key: Whole | None = None) -> isl.Set:
     """The pairs of a region; by default of the scores' own indices."""
     query, key = scores.query if query is None else query, scores.key if key is None else key
     ranges = [(query.sub(key), region.band), (query, region.queries), (key, region.keys)]
@@ -57,11 +57,11 @@ def fit(scores: Scores, may: isl.Set) -> tuple[Regions, bool]:
     return (tuple(regions), found.is_subset(may)) if may.is_subset(found) else (ALL, False)
 
 
-def _union(scores: Scores, regions: Sequence[Region], pairs: isl.Set) -> isl.Set:
+def _union(scores: Scores, regions: Sequence[PairRegion], pairs: isl.Set) -> isl.Set:
     return reduce(isl.Set.union, (pairs_of(scores, region) for region in regions)).intersect(pairs)
 
 
-def _widened(scores: Scores, region: Region, union: isl.Set, pairs: isl.Set) -> Region:
+def _widened(scores: Scores, region: PairRegion, union: isl.Set, pairs: isl.Set) -> PairRegion:
     """A region without the ends that are not needed for it to stay within a set."""
     for looser in region.looser():
         if pairs_of(scores, looser).intersect(pairs).is_subset(union):
@@ -69,7 +69,7 @@ def _widened(scores: Scores, region: Region, union: isl.Set, pairs: isl.Set) -> 
     return region
 
 
-def _closed(scores: Scores, region: Region, pairs: isl.Set) -> Region:
+def _closed(scores: Scores, region: PairRegion, pairs: isl.Set) -> PairRegion:
     """A region whose blocks have both ends, if its other ranges leave only the same blocks."""
     blocks = region.blocks
     if blocks is None or (blocks.numbers.least is None) == (blocks.numbers.most is None):
@@ -80,12 +80,12 @@ def _closed(scores: Scores, region: Region, pairs: isl.Set) -> Region:
     return same if wide.is_subset(pairs_of(scores, same)) else region
 
 
-def _size(region: Region) -> int:
+def _size(region: PairRegion) -> int:
     """Fewer for regions with more ends."""
     return -sum(1 for _ in region.looser())
 
 
-def _order(region: Region) -> tuple[bool, bool, str]:
+def _order(region: PairRegion) -> tuple[bool, bool, str]:
     return not region.queries.is_open, not region.keys.is_open, region.text()
 
 
@@ -101,16 +101,16 @@ class _End:
     is_least: bool
 
 
-def _region(scores: Scores, part: isl.BasicSet) -> Region:
+def _region(scores: Scores, part: isl.BasicSet) -> PairRegion:
     """The smallest region that contains a set, by its constraints; those that are no end of a region are dropped."""
-    region = Region()
+    region = PairRegion()
     for constraint in part.get_constraints():
         for end in _ends(scores, constraint):
             region = _bounded(region, end)
     return region
 
 
-def _bounded(region: Region, end: _End) -> Region:
+def _bounded(region: PairRegion, end: _End) -> PairRegion:
     blocks, side = region.blocks, "least" if end.is_least else "most"
     if isinstance(end.of, str):
         interval = getattr(region, end.of)

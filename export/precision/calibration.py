@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.precision.quantisation import INT8, Form, Product, Scheme, inputs_of
+from attnforge.export.precision.quantisation import INT8, Product, Quantisation, Scheme, inputs_of
 from attnforge.runtime.parity.budget import relative_error
 
 ROWS = 256
@@ -56,7 +56,7 @@ def calibrate(
     data: Sequence[Mapping[str, Array]],
     is_real: bool,
     scheme: Scheme = INT8,
-) -> dict[str, Form]:
+) -> dict[str, Quantisation]:
     """The form of every product's input, by product name.
 
     Args:
@@ -69,7 +69,7 @@ def calibrate(
     """
     groups = inputs_of(quantisable)
     rows = _Rows(model, [str(value.name) for value in groups], data)
-    forms: dict[str, Form] = {}
+    forms: dict[str, Quantisation] = {}
     for value, group in groups.items():
         weight = np.concatenate([product.weight for product in group], axis=1)
         tried = _Tried(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, scheme)
@@ -152,7 +152,7 @@ class _Tried:
     weight: Array
     scheme: Scheme
 
-    def quantised(self, degrees: Sequence[float | None], by_tensor: tuple[float, float] | None) -> Form:
+    def quantised(self, degrees: Sequence[float | None], by_tensor: tuple[float, float] | None) -> Quantisation:
         """The best form of a quantised input.
 
         Args:
@@ -161,7 +161,7 @@ class _Tried:
         """
         tokens, tensors = [], []
         for balance in (self._balance(degree) for degree in degrees):
-            form = Form(balance=balance, scheme=self.scheme)
+            form = Quantisation(balance=balance, scheme=self.scheme)
             weight = form.fake_weight(self.weight)
             tokens.append(self._with_error(form, weight))
             tensors += [self._with_error(self._static(balance), weight)] if by_tensor is not None else []
@@ -172,26 +172,26 @@ class _Tried:
         static = _least(tensors)
         return static if static.error <= max(factor * best.error, least) else best
 
-    def in_blocks(self, degrees: Sequence[float | None]) -> Form:
+    def in_blocks(self, degrees: Sequence[float | None]) -> Quantisation:
         """The best form of weights in blocks: the longest blocks whose error is about as small as the shortest's."""
         balances = [self._balance(degree) for degree in degrees]
         fitting = [block for block in self.scheme.blocks if self.scheme.fits(len(self.weight), block)]
         by_block = []
         for block in fitting:
-            forms = [Form(None, balance, 0.0, self.scheme, block) for balance in balances]
+            forms = [Quantisation(None, balance, 0.0, self.scheme, block) for balance in balances]
             by_block.append(_least([self._with_error(form, form.fake_weight(self.weight)) for form in forms]))
         return max((form for form in by_block if form.error <= LONGER * by_block[0].error), key=lambda f: f.block or 0)
 
     def _balance(self, degree: float | None) -> Array | None:
         return None if degree is None else balanced(self.peak, self.weight, degree)
 
-    def _static(self, balance: Array | None) -> Form:
+    def _static(self, balance: Array | None) -> Quantisation:
         """One range that covers all of the data."""
         peak = self.peak if balance is None else self.peak / balance
         scale = max(HEADROOM * float(peak.max(initial=0.0)) / self.scheme.most, float(np.finfo(np.float32).tiny))
-        return Form(scale, balance, scheme=self.scheme)
+        return Quantisation(scale, balance, scheme=self.scheme)
 
-    def _with_error(self, form: Form, weight: Array) -> Form:
+    def _with_error(self, form: Quantisation, weight: Array) -> Quantisation:
         return replace(form, error=relative_error(form.fake_input(self.rows) @ weight, self._exact))
 
     @cached_property
@@ -199,7 +199,7 @@ class _Tried:
         return self.rows @ self.weight
 
 
-def _least(forms: Sequence[Form]) -> Form:
+def _least(forms: Sequence[Quantisation]) -> Quantisation:
     """The form with the smallest error; a balanced one, which takes another pass over the input, if clearly better."""
     return min(forms, key=lambda form: form.error * (1 if form.balance is None else PAYS))
 

@@ -28,8 +28,8 @@ from attnforge.export.precision.quantisation import (
     INT8,
     LEAST_WEIGHTS,
     SCHEMES,
-    Form,
     Product,
+    Quantisation,
     Table,
     error_of,
     products,
@@ -44,7 +44,7 @@ from attnforge.export.precision.rounding import (
     sites_with_caches,
 )
 from attnforge.export.precision.search import by_error, lower_again
-from attnforge.export.reference import Data, Derived, ReferenceModel, stored_inputs
+from attnforge.export.reference import Data, Derived, ReferenceModel, inputs_and_cases
 from attnforge.numbers import scientific
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
@@ -134,7 +134,7 @@ def choose_forms(
         BuildError: the requirement is not met; or the fp32 graph does not compute what the model does.
     """
     graph = QuantisedGraph(model, sites, precision)
-    stored, cases = stored_inputs(whole, data, run_cost(model))
+    stored, cases = inputs_and_cases(whole, data, run_cost(model))
     real = [case for case in cases if case.kind == "data"]
     answers, steps = Answers.of(whole, real or judged_on(cases), stored), Steps(progress)
     steps.begin("the graph in fp32")
@@ -254,7 +254,7 @@ class QuantisedGraph:
         self.model, self.sites, self.scheme = model, sites, SCHEMES.get(precision.name)
         self.products: Sequence[Product] = []
         self.tables: Sequence[Table] = []
-        self.forms: dict[str, Form] = {}
+        self.forms: dict[str, Quantisation] = {}
         self.attended: Sequence[RoundedOperands] = []
         self.not_in_fp8: dict[str, str] = {}
         self.caches: Sequence[RoundedOperands] = []
@@ -285,7 +285,7 @@ class QuantisedGraph:
         if self.scheme is not None:
             steps.begin(f"ranges of {len(self.products)} products")
             self.forms = calibrate(decomposed(self.model, self.sites), self.products, data, is_real, self.scheme)
-            self.forms |= {table.name: Form(error=error_of(table)) for table in self.tables}
+            self.forms |= {table.name: Quantisation(error=error_of(table)) for table in self.tables}
         if self.type == "fp8":
             steps.begin("ranges of attention")
             self.attended, self.not_in_fp8 = sites_for_fp8(self.model, self.sites, data, is_real)
@@ -347,7 +347,7 @@ class QuantisedGraph:
         )
 
 
-def _recorded(product: Product, form: Form) -> QuantisedProduct:
+def _recorded(product: Product, form: Quantisation) -> QuantisedProduct:
     return QuantisedProduct(
         name=product.name,
         module=module_of(product.node),

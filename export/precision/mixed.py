@@ -23,7 +23,7 @@ from attnforge.export.precision.cost import cost_of, flops_of
 from attnforge.export.precision.culprits import NOTHING_LEFT, culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
 from attnforge.export.precision.search import by_culprits, lower_again
-from attnforge.export.reference import Data, Derived, ReferenceModel, at_precision, stored_inputs
+from attnforge.export.reference import Data, Derived, ReferenceModel, at_precision, inputs_and_cases
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Progress, Steps
@@ -92,7 +92,7 @@ def choose(
     references = [MixedReference(whole, precision_named(name)) for name in names]
     baseline, steps = references[0], Steps(progress)
     requirement = replace(requirement, baseline=baseline.precision)
-    stored, cases = stored_inputs(baseline, data, run_cost(model))
+    stored, cases = inputs_and_cases(baseline, data, run_cost(model))
     answers = Answers.of(baseline, judged_on(cases), stored)
     candidates: list[ChosenPrecisions] = []
     for reference in references:

@@ -103,7 +103,7 @@ FOLLOWS = frozenset(
 
 
 @dataclass(frozen=True)
-class Form:
+class Quantisation:
     """The quantisation of a product.
 
     Attributes:
@@ -187,7 +187,7 @@ class Product:
         stored = self.node.inputs[1]
         return stored is not None and len(stored.uses()) > 1
 
-    def stored_as(self, form: Form) -> tuple[Any, ...]:
+    def stored_as(self, form: Quantisation) -> tuple[Any, ...]:
         """Identify a quantised weight among others."""
         turned = self.node.attributes.get_int("transB", 0)
         balance = None if form.balance is None else form.balance.tobytes()
@@ -342,7 +342,7 @@ def error_of(table: Table) -> float:
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
-def quantise(model: ir.Model, forms: Mapping[str, Form]) -> PassResult:
+def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
     """Put Q/DQ around products of an fp32 graph, or DQ after their weights, and DQ after tables, in place. Products of
     one input in one form share its Q/DQ, and those of one weight share its stored numbers.
 
@@ -384,7 +384,7 @@ class _Input:
     largest: ir.Value | None
 
     @classmethod
-    def of(cls, graph: ir.Graph, product: Product, form: Form) -> _Input:
+    def of(cls, graph: ir.Graph, product: Product, form: Quantisation) -> _Input:
         """The Q/DQ of a product's input, written before the product."""
         made: list[ir.Value | None] = [None]
 
@@ -408,7 +408,7 @@ class _Input:
         return cls(value, made[0])
 
 
-def _quantise(graph: ir.Graph, product: Product, form: Form, quantised: _Input, stored: list[ir.Value]) -> None:
+def _quantise(graph: ir.Graph, product: Product, form: Quantisation, quantised: _Input, stored: list[ir.Value]) -> None:
     """Make a product read its input and its weight from Q/DQ, or its weight from DQ."""
     node = product.node
     by = {"axis": 1} if form.block is None else {"axis": 0, "block_size": form.block}

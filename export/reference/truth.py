@@ -64,7 +64,7 @@ def write_reference(
         the cases, with the scale of their inputs and the spread of eager's error.
     """
     cost = run_cost(graph)
-    stored, cases = stored_inputs(model, data or Data(), cost)
+    stored, cases = inputs_and_cases(model, data or Data(), cost)
     if caches is not None:
         cases += _whole_cache(model.inputs[0], caches.capacity, len(cases))
     low = model.at(attention) if attention is not None else None
@@ -113,7 +113,7 @@ def _expected_caches(
     return arrays
 
 
-def stored_inputs(model: ReferenceModel, data: Data, cost: reference.Cost) -> tuple[dict[str, Array], list[Case]]:
+def inputs_and_cases(model: ReferenceModel, data: Data, cost: reference.Cost) -> tuple[dict[str, Array], list[Case]]:
     """The inputs that the bundle stores (the example, and real data with its labels), and all cases.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from attnforge.bundle import OPENVINO, TargetRecord, Tuning
 from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.openvino import CANONICAL_FORM, ENGINE, candidates_for, lower
+from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, candidates_for, lower
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.targets.target import Built, Job
 from attnforge.progress import Progress, Steps
@@ -34,7 +34,7 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     seconds = job.measuring - spent if why_not_here(OPENVINO) is None else 0.0
     measured = f"{OPENVINO}, int8: {', '.join(scales)}" if scales else OPENVINO  # identifies the forms to measure
     known = job.reuse.forms(sizes, measured) if seconds > 0 else {}
-    tuner = Tuner(sizes, seconds, Steps(progress), known, ENGINE) if seconds > 0 else None
+    tuner = Tuner(sizes, seconds, Steps(progress), known, LIBRARY) if seconds > 0 else None
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner, scales).sites
     tuning = None

@@ -24,7 +24,7 @@ def read_step(core: Any, model: Any) -> Any:
     """
     from openvino.frontend.onnx import ConversionExtension
 
-    step = _Step()
+    step = _StepConversion()
     for name, write in (("TensorScatter", step.scattered), ("Attention", step.attended)):
         core.add_extension(ConversionExtension(name, write))
     read = core.read_model(model)
@@ -48,7 +48,7 @@ def write_rows(caches: Mapping[str, Array], rows: Mapping[str, Array], past: Arr
             of_sample[:, first : first + new.shape[1]] = new
 
 
-class _Step:
+class _StepConversion:
     """Converts the two operators. Attention reads the slots of the cache up to any sample's last token, followed by the
     new rows, without knowing their order: the mask of their positions is rearranged with them."""
 

@@ -50,7 +50,7 @@ compare_outputs = budget_of(BUNDLE)
 '''
 
 
-class Packaged(Record):
+class PackagedComparison(Record):
     """A folder that was written.
 
     Attributes:
@@ -69,7 +69,7 @@ class Packaged(Record):
 
 def package(
     bundle: str | os.PathLike[str] | Bundle, out: str | os.PathLike[str], *, trusted: Trusted = None
-) -> Packaged:
+) -> PackagedComparison:
     """Write the folder atomically.
 
     Args:
@@ -95,7 +95,7 @@ def package(
             write_results(stream, "float64", _float64(opened, references, shapes))
         (folder / BUDGET).write_text(SCRIPT + _further(opened), encoding="utf-8")
     kept = [spec.name for spec in manifest.outputs for case in manifest.cases if shapes[case.name][spec.name] is None]
-    return Packaged(
+    return PackagedComparison(
         folder=str(target),
         cases=[case.name for case in manifest.cases],
         commands=_commands(opened, target),

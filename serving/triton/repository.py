@@ -53,7 +53,7 @@ MEASURED = 0.5
 """Seconds of a call above which no larger batch is measured."""
 
 
-class Packaged(Record):
+class PackagedModel(Record):
     """A model that was written to a repository.
 
     Attributes:
@@ -89,7 +89,7 @@ def package(
     name: str | None = None,
     trusted: Trusted = None,
     progress: Callable[[str], object] | None = None,
-) -> list[Packaged]:
+) -> list[PackagedModel]:
     """Write bundles to a model repository: all of them, or none if anything is wrong.
 
     Args:
@@ -161,7 +161,7 @@ class Planned:
         arrays: the inputs of warm-up requests, by their files.
     """
 
-    model: Packaged
+    model: PackagedModel
     bundle: Bundle
     config: Message
     files: Mapping[str, str]
@@ -174,7 +174,7 @@ def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging)
     most = (batch.max or 0) if batch is not None else 0
     max_batch = most if options.max_batch is None else min(most, options.max_batch)
     warmups, arrays = _warmups(bundle, batch if max_batch else None, max_batch)
-    model = Packaged(
+    model = PackagedModel(
         name=name,
         version=options.version,
         backend=options.backend,
@@ -346,7 +346,7 @@ def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Mes
 
 
 def _config(
-    model: Packaged, manifest: Manifest, engines: Sequence[Engine], warmups: list[Message], options: Packaging
+    model: PackagedModel, manifest: Manifest, engines: Sequence[Engine], warmups: list[Message], options: Packaging
 ) -> Message:
     batched = model.max_batch > 0
     config: dict[str, Any] = {"name": model.name, **_of_backend(engines, options)}

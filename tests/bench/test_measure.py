@@ -592,12 +592,12 @@ def test_results_are_written_and_read_again(whole: found.Results, tmp_path: Path
 # --- separate processes -----------------------------------------------------------------------------------------------
 
 
-def order(deployed: Bundle, folder: Path, **changes: Any) -> alone.Order:
+def order(deployed: Bundle, folder: Path, **changes: Any) -> alone.RunRequest:
     given = {
         "bundle": str(deployed.path), "contender": "onnxruntime-cpu", "engine": "backend", "file": None,
         "sizes": {"batch": 1, "tokens": 4}, "threads": 1, "folder": str(folder), "any_sizes": True, "warm": True,
     }  # fmt: skip
-    return alone.Order(**{**given, **changes})
+    return alone.RunRequest(**{**given, **changes})
 
 
 def test_memory_of_a_run_is_that_of_its_scores(tmp_path: Path) -> None:
@@ -639,7 +639,7 @@ def test_what_takes_long_to_load_is_loaded_twice(
 def test_a_second_load_that_fails_costs_nothing(fixed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = alone.measured, Counter[str]()
 
-    def measured(order: alone.Order) -> alone.FreshRun:
+    def measured(order: alone.RunRequest) -> alone.FreshRun:
         calls["processes"] += 1
         if calls["processes"] > 1:
             raise ChildError("planted")

@@ -110,7 +110,7 @@ def test_a_paths_variable_that_names_the_current_folder_is_no_way_in(
 
 
 def test_a_fresh_process_stands_in_a_folder_of_its_own(booby_trapped: Path, copy: Path) -> None:
-    order = alone.Order(
+    order = alone.RunRequest(
         bundle=str(copy), contender="onnxruntime-cpu", engine="backend", file=None, sizes={}, threads=1,
         folder=str(booby_trapped), any_sizes=True, warm=False,
     )  # fmt: skip

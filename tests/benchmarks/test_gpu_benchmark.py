@@ -48,7 +48,7 @@ from benchmarks.gpu.steps import (
     Item,
     ParityCheck,
     Settings,
-    Step,
+    StepResult,
     Timing,
     capabilities,
     why_broken,
@@ -165,7 +165,7 @@ def test_a_step_that_cannot_begin_is_recorded(run: GpuRun) -> None:
 
 
 def test_what_a_process_before_this_one_did_is_not_done_again(run: GpuRun) -> None:
-    run.results.steps["latency"] = Step(items={"a": Item(failed={FATAL: "its process died of SIGSEGV"})})
+    run.results.steps["latency"] = StepResult(items={"a": Item(failed={FATAL: "its process died of SIGSEGV"})})
     taken: list[str] = []
 
     def task(key: str) -> running.Task:
@@ -204,7 +204,7 @@ def test_a_process_that_dies_takes_one_task_with_it(run: GpuRun, monkeypatch: py
     def process(settings: Settings, name: str, log: Path) -> int:
         code, doing = next(deaths)
         results = read(settings.out)
-        record = results.steps.setdefault(name, Step())
+        record = results.steps.setdefault(name, StepResult())
         record.doing = doing
         if doing is not None:
             record.items[doing] = Item(checks={"tensorrt_rtx": passed()})
@@ -240,7 +240,7 @@ def test_a_process_that_never_began(
 
 def test_what_a_process_did_not_come_to_is_listed(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def process(settings: Settings, name: str, log: Path) -> None:
-        half = Step(planned=["a", "b", "c"], items={"a": Item(), "b": Item(values={"n": 1})}, doing="b")
+        half = StepResult(planned=["a", "b", "c"], items={"a": Item(), "b": Item(values={"n": 1})}, doing="b")
         write(GpuResults(steps={name: half}), settings.out)
 
     monkeypatch.setattr(running, "_in_process", process)
@@ -255,10 +255,10 @@ def test_what_the_models_processes_recorded_is_taken_over(run: GpuRun, monkeypat
     monkeypatch.setattr(parity, "models", lambda: ["vit", "transformer-encoder", "self-attention"])
 
     def supervise(settings: Settings, name: str) -> None:
-        taken = Step(left_out={WHOLE: "no time was left"})
+        taken = StepResult(left_out={WHOLE: "no time was left"})
         if name == "parity:vit":
             items = {key: Item(checks={"onnxruntime-cpu": passed()}) for key in ("vit, fp16", "vit, fp32")}
-            taken = Step(items=items, failed={WHOLE: "its process died of SIGSEGV"})
+            taken = StepResult(items=items, failed={WHOLE: "its process died of SIGSEGV"})
         write(GpuResults(steps={name: taken}), settings.out)
 
     monkeypatch.setattr(parity, "supervise", supervise)
@@ -281,7 +281,7 @@ def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, mon
     """Its processes are real; torch without CUDA computes on the CPU. Figures of other steps are kept with `only`."""
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)
     monkeypatch.setattr(command, "device_and_versions", lambda device: {"device": "a device"})
-    kept = GpuResults(machine={"device": "a device"}, steps={"tests": Step(items={"pytest -m gpu": Item()})})
+    kept = GpuResults(machine={"device": "a device"}, steps={"tests": StepResult(items={"pytest -m gpu": Item()})})
     write(kept, tmp_path)
     with pytest.raises(typer.Exit) as ended:
         command.main(tmp_path, 100, only=["ceilings"])
@@ -339,12 +339,12 @@ def test_what_polygraphy_cannot_be_asked_is_said(run: GpuRun, small: DeploySmall
 def test_two_opinions_are_compared() -> None:
     ours, theirs = "tensorrt_rtx", "tensorrt_rtx in Polygraphy"
     items = {"vit, fp16": Item(checks={ours: passed(), theirs: passed()})}
-    given = GpuResults(steps={"parity": Step(items=items)})
+    given = GpuResults(steps={"parity": StepResult(items=items)})
     claim = conclusions.opinion_claim(given, ours)
     assert (claim.answer, claim.because) == ("yes", "1 of 1 that both ran")
     items["vit, fp32"] = Item(checks={ours: passed(), theirs: passed(1, "far off")})
     items["vit, bf16"] = Item(checks={ours: passed()}, skipped={theirs: "NumPy has no bfloat16"})
-    given = GpuResults(steps={"parity": Step(items=items)})
+    given = GpuResults(steps={"parity": StepResult(items=items)})
     claim = conclusions.opinion_claim(given, ours)
     assert (claim.answer, claim.because) == ("no", "1 of 2 that both ran; vit, fp32; not asked: vit, bf16")
     assert conclusions.wrong_answers(given) == [], "Polygraphy's alone, which says nothing of attnforge's answer"
@@ -493,11 +493,11 @@ def results() -> GpuResults:
         date="2026-11-20T00:00:00+00:00",
         machine={"device": "NVIDIA H200", "CUDA of the driver": "13.0", "torch": "2.11.0"},
         steps={
-            "environment": Step(items=environment),
-            "parity": Step(items=parity, left_out={"bert, fp16": "no time was left"}),
-            "ceilings": Step(items={"product fp16": Item(values={"size": 8192, "tflops": 800.0})}),
-            "attention": Step(items=attention),
-            "latency": Step(items=latency),
+            "environment": StepResult(items=environment),
+            "parity": StepResult(items=parity, left_out={"bert, fp16": "no time was left"}),
+            "ceilings": StepResult(items={"product fp16": Item(values={"size": 8192, "tflops": 800.0})}),
+            "attention": StepResult(items=attention),
+            "latency": StepResult(items=latency),
         },
     )
 
@@ -531,7 +531,7 @@ def test_claims() -> None:
 
 
 def test_claims_that_hold() -> None:
-    every = GpuResults(steps={"parity": Step(items={"vit, fp16": Item(checks={"onnxruntime-cuda": passed()})})})
+    every = GpuResults(steps={"parity": StepResult(items={"vit, fp16": Item(checks={"onnxruntime-cuda": passed()})})})
     assert conclusions.parity_claim(every, "onnxruntime-cuda").answer == "yes"
     every.steps["parity"].items["vit, fp32"] = Item(failed={"onnxruntime-cuda": "DeviceError: lost"})
     assert conclusions.parity_claim(every, "onnxruntime-cuda").answer == "no"
@@ -564,7 +564,7 @@ def test_a_run_whose_tests_failed_is_no_success(
         ended: dict[str, str | bool | int | float | None] = (
             {} if code is None else {"exit code": code, "summary": "2 failed, 9 passed"}
         )
-        write(GpuResults(steps={name: Step(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
+        write(GpuResults(steps={name: StepResult(items={"pytest -m gpu": Item(values=ended)})}), settings.out)
 
     monkeypatch.setattr(command, "cuda_devices", lambda: 1)
     monkeypatch.setattr(command, "device_and_versions", lambda device: {"device": "a device"})
@@ -613,6 +613,6 @@ def test_the_page_is_made_of_the_figures_alone(tmp_path: Path) -> None:
 
 def test_figures_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
     bad = ParityCheck(passed=False, error=float("nan"), budget=float("inf"), reason="NaN at 3 places")
-    write(GpuResults(steps={"parity": Step(items={"vit, fp16": Item(checks={"tensorrt_rtx": bad})})}), tmp_path)
+    write(GpuResults(steps={"parity": StepResult(items={"vit, fp16": Item(checks={"tensorrt_rtx": bad})})}), tmp_path)
     kept = read(tmp_path).steps["parity"].items["vit, fp16"].checks["tensorrt_rtx"]
     assert np.isnan(kept.error) and kept.budget == float("inf")

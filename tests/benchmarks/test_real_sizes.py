@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.child import GIB
-from benchmarks.deploy_steps import Order, in_a_process
+from benchmarks.deploy_steps import DeployRequest, in_a_process
 from benchmarks.experiments.real_sizes import growth, table
 from benchmarks.published import GROWTH, PUBLISHED
 
@@ -70,7 +70,7 @@ def test_names_are_unique_and_kinds_are_those_that_are_documented() -> None:
 
 
 def test_a_step_is_ended_at_its_limits_and_says_why_it_failed(tmp_path: Path) -> None:
-    order = Order(model=f"hf:{tmp_path}", options={}, folder=tmp_path, tune=False)
+    order = DeployRequest(model=f"hf:{tmp_path}", options={}, folder=tmp_path, tune=False)
     assert in_a_process(order, "plain", 0.0, GIB)["failed"] == "more than 0 s"
     assert in_a_process(order, "plain", 60.0, 1.0)["failed"] == "more than 0 GiB"
     assert "no Hugging Face configuration at" in in_a_process(order, "plain", 200.0, 9 * GIB)["failed"]

@@ -304,7 +304,7 @@ def test_without_the_library_nothing_is_accepted(signed: Path, key: Path, monkey
 
 def test_a_process_of_a_benchmark_asks_for_the_signature_again(signed: Path, key: Path) -> None:
     other = new_key(key.with_name("other.key")).with_suffix(".pub")
-    order = alone.Order(
+    order = alone.RunRequest(
         bundle=str(signed), contender="onnxruntime-cpu", engine="backend", file=None, threads=1, any_sizes=True,
         sizes=Bundle(signed).manifest.cases[0].sizes, folder=str(signed.parent), warm=False,
         trusted=[str(key.with_suffix(".pub"))],

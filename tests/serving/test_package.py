@@ -29,7 +29,7 @@ from attnforge.runtime.parity.verify import hold
 from attnforge.serving.triton import configuration
 from attnforge.serving.triton.model import FOLDER
 from attnforge.serving.triton.options import Packaging
-from attnforge.serving.triton.repository import Packaged, named, package
+from attnforge.serving.triton.repository import PackagedModel, named, package
 from tests.support.bundles import Deploy, DeploySmall, rewrite, small_example
 from tests.support.keys import new_key
 
@@ -73,7 +73,7 @@ def test_a_model_with_a_batch(registered: Deploy, tmp_path: Path) -> None:
     assert {sample.name: sample.batch_size for sample in config.model_warmup} == {
         name: case.sizes["batch"] for name, case in cases.items()
     }
-    assert made == Packaged(
+    assert made == PackagedModel(
         name=config.name, version=1, backend="python", folder=str(tmp_path / "repository" / config.name / "1"),
         max_batch=32, apart=None, preferred=[4, 8], measured={}, warmups=list(cases),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from attnforge.cli import app
 from attnforge.export.diagnosis.diagnose import Diagnosis
 from attnforge.export.diagnosis.finding import Finding
 from attnforge.export.diagnosis.quantised import (
-    Step,
+    Rounding,
     saturated_on,
     saturated_product,
     unrounded,
@@ -102,8 +102,8 @@ def test_a_wrong_scale_in_a_backends_graph_is_located(outliers: Bundle, tmp_path
 # --- why --------------------------------------------------------------------------------------------------------------
 
 
-def step(most: int = 127, scale: float = 1 / 127) -> Step:
-    return Step("t/DequantizeLinear", "t", scale, -most - (most == 127), most, "up", ("up/int8",), True)
+def step(most: int = 127, scale: float = 1 / 127) -> Rounding:
+    return Rounding("t/DequantizeLinear", "t", scale, -most - (most == 127), most, "up", ("up/int8",), True)
 
 
 def test_clipped_numbers_are_counted() -> None:

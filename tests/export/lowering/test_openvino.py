@@ -21,7 +21,7 @@ from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.forms import write
-from attnforge.export.lowering.openvino import CANONICAL_FORM, ENGINE, STEPS, candidates_for, lower, rows
+from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, STEPS, candidates_for, lower, rows
 from attnforge.export.lowering.tuning import Tuner, by_rules, plain_first
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.registry import why_not_here
@@ -112,11 +112,11 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
 def test_forms_are_measured_on_openvino() -> None:
     """In whatever else a mask hides than the keys outside a band, or later ones."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
-    sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 20.0, engine=ENGINE)).sites
+    sites = lower(model, canonicalize(model).sites, sizes, Tuner(sizes, 20.0, library=LIBRARY)).sites
     forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
     assert set(sites[0].measured) == forms
     causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS)}
-    spent = Tuner(sizes, 60.0, engine=ENGINE)
+    spent = Tuner(sizes, 60.0, library=LIBRARY)
     model = exported().model.clone()
     nodes = list(attentions(model, canonicalize(model).sites))
     for name in CAUSAL_PREFIXES:

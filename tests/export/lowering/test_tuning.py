@@ -243,7 +243,7 @@ class Measured:
 
     def __init__(self) -> None:
         self.models: list[ir.Model] = []
-        self.tuner = tuning.Tuner({"batch": 2, "tokens": 40}, QUICK, engine=replace(tuning.ONNX_RUNTIME, open=self))
+        self.tuner = tuning.Tuner({"batch": 2, "tokens": 40}, QUICK, library=replace(tuning.ONNX_RUNTIME, open=self))
 
     def __call__(self, model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[], Any]:
         self.models.append(model.clone())

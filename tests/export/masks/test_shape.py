@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.export.masks.affine import Affine, Atom, Dim
-from attnforge.export.masks.regions import MOST_REGIONS, Blocks, Interval, Region, Regions, visible
+from attnforge.export.masks.regions import MOST_REGIONS, Blocks, Interval, PairRegion, Regions, visible
 from attnforge.export.masks.scores import Scores
 from attnforge.export.masks.shape import fit, pairs_of
 
@@ -37,7 +37,7 @@ def intervals() -> st.SearchStrategy[Interval]:
 def regions() -> st.SearchStrategy[Regions]:
     shifts = st.integers(-2, 2).map(Affine)
     blocks = st.one_of(st.none(), st.builds(Blocks, st.integers(1, 4), shifts, shifts, intervals()))
-    region = st.builds(Region, intervals(), blocks, intervals(), intervals())
+    region = st.builds(PairRegion, intervals(), blocks, intervals(), intervals())
     return st.lists(region, min_size=1, max_size=3).map(tuple)
 
 

@@ -25,7 +25,7 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
-from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Form, quantise
+from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Quantisation, quantise
 from attnforge.export.precision.rounding import round_operands, sites_for_fp8
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
@@ -67,7 +67,7 @@ def test_a_product_in_fp8_matches_the_formulas(dims: list[int], by_token: bool, 
     step = np.where(size > 0, size, 1) / 448 if scale is None else scale
     wanted = (in_fp8(inputs / step) * step) @ (in_fp8(matrix / steps) * steps) + bias
     model = linear(weight, bias, dims)
-    quantise(model, {"product": Form(scale, balance if is_balanced else None, scheme=FP8)})
+    quantise(model, {"product": Quantisation(scale, balance if is_balanced else None, scheme=FP8)})
     canonical = result(model, x)
     assert relative_error(canonical.astype(np.float64), wanted) < 1e-2
     assert casts_for_fp8(model).modified
@@ -86,7 +86,7 @@ def test_a_product_with_weights_of_4_bits_matches_the_formulas(
     rng = np.random.default_rng(seed)
     x, weight, bias, balance = drawn(rng, dims, 256)
     x = x * balance if is_balanced else x
-    form = Form(balance=balance if is_balanced else None, scheme=INT4, block=block)
+    form = Quantisation(balance=balance if is_balanced else None, scheme=INT4, block=block)
     model = linear(weight, bias if has_bias else None, dims)
     quantise(model, {"product": form})
     stored = {name: v.const_value for name, v in model.graph.initializers.items() if v.const_value is not None}

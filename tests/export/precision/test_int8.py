@@ -38,7 +38,7 @@ from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.precision import calibration, gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
 from attnforge.export.precision.int8_scores import why_over_budget
-from attnforge.export.precision.quantisation import Form, error_of, products, quantise, tables
+from attnforge.export.precision.quantisation import Quantisation, error_of, products, quantise, tables
 from attnforge.export.precision.rounding import RoundedOperands, sites_for_int8, whole, with_errors
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
@@ -150,7 +150,7 @@ def result(model: ir.Model, x: Array, optimised: bool = False) -> Array:
     return as_it_is(model, [name], optimised=optimised)({"x": x})[name]
 
 
-def by_hand(x: Array, weight: Array, bias: Array | None, form: Form) -> Array:
+def by_hand(x: Array, weight: Array, bias: Array | None, form: Quantisation) -> Array:
     """The product by the formulas, in float64, without any code of the graph's."""
     inputs, matrix = x.astype(np.float64), weight.astype(np.float64)
     if form.balance is not None:
@@ -184,7 +184,7 @@ def test_a_product_matches_the_formulas(
     balance = np.exp(rng.standard_normal(channels)).astype(np.float32) if is_balanced else None
     x = rng.standard_normal([*dims, channels]).astype(np.float32) * np.float32(10.0 ** rng.integers(-3, 4))
     x[0, ..., :] *= rng.integers(0, 2)  # sometimes a row of zeros
-    form = Form(None if by_token else float(np.abs(x).max() or 1) / rng.uniform(60, 200), balance)
+    form = Quantisation(None if by_token else float(np.abs(x).max() or 1) / rng.uniform(60, 200), balance)
     model = linear(weight, bias, dims, transposed)
     wanted = by_hand(x, weight, bias, form)
     assert quantise(model, {"product": form}).modified
@@ -201,7 +201,7 @@ def test_a_product_matches_the_formulas(
 def test_non_finite_numbers_stay_in_their_token() -> None:
     weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     model = linear(weight, None, [1, 4])
-    quantise(model, {"product": Form()})
+    quantise(model, {"product": Quantisation()})
     x = np.random.default_rng(1).standard_normal((1, 4, 64)).astype(np.float32)
     whole = result(model, x)
     x[0, 1, 5], x[0, 2, 5] = np.nan, np.inf
@@ -216,7 +216,7 @@ def test_products_of_a_model() -> None:
     model = capture(module, args, SHAPES, precision_named("fp32")).model
     quantisable = products(model)
     assert len(quantisable) == 6 and len({product.input for product in quantisable}) == 4
-    quantise(model, dict.fromkeys((product.name for product in quantisable), Form()))
+    quantise(model, dict.fromkeys((product.name for product in quantisable), Quantisation()))
     assert len(products_between(model)) == 6
     assert [node.op_type for node in model.graph].count("QuantizeLinear") == 4
     assert sum(v.dtype == ir.DataType.INT8 for v in model.graph.initializers.values()) == 6
@@ -233,7 +233,7 @@ def test_rows_of_a_table_match_the_formulas() -> None:
     steps = np.abs(weight.astype(np.float64)).max(axis=1, keepdims=True) / 127
     steps[7] = 1
     wanted = (np.round(weight / steps) * steps)[index]
-    assert quantise(model, {table.name: Form()}).modified and tables(model) == []
+    assert quantise(model, {table.name: Quantisation()}).modified and tables(model) == []
     stored = {name: value.const_value.size for name, value in model.graph.initializers.items() if value.const_value}
     assert stored == {"w/rows": 4800, "w/scale": 100, "gain": 48}
     canonical = looked_up(model, index)
@@ -548,7 +548,7 @@ def test_rules_and_measuring_choose_queries_and_keys_in_int8(by_tensor: Bundle) 
         forms += [site.form for site in for_openvino.lower(canonical.clone(), sites, sizes, None, scales).sites]
     assert forms == [for_openvino.CANONICAL_FORM, INT8_FORM]
     assert for_openvino.lower(canonical.clone(), sites, sizes).sites == []
-    tuner = Tuner(sizes, 2.0, engine=for_openvino.ENGINE)
+    tuner = Tuner(sizes, 2.0, library=for_openvino.LIBRARY)
     (measured,) = for_openvino.lower(canonical.clone(), sites, sizes, tuner, scales).sites
     assert set(measured.measured) == {for_openvino.CANONICAL_FORM, INT8_FORM} and not measured.dropped
 
