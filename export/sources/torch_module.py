@@ -21,6 +21,7 @@ from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.sources.constants import computed_by_torch
+from attnforge.export.sources.decomposing import decomposed
 from attnforge.export.sources.onnx_check import check_certain
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
@@ -111,7 +112,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     copied = at_precision(module, precision)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with quiet(), torch.no_grad(), as_written(), _kept_registry():
+    with quiet(), torch.no_grad(), as_written(), _fast_exporter():
         answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)) for _ in range(2)]
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
@@ -149,25 +150,28 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
 
 
 @contextmanager
-def _kept_registry() -> Iterator[None]:
-    """Keep the exporter's table of ONNX functions between exports of this process: torch rebuilds it for each export,
-    which takes a quarter of the time of a small one.
+def _fast_exporter() -> Iterator[None]:
+    """Spare torch's exporter two kinds of work that take three quarters of a small export: building its table of ONNX
+    functions for each export, and decomposing programs that have nothing to decompose.
 
-    The table is private to torch. With a version that keeps it elsewhere, this has no effect.
+    Both are private to torch. With a version that has them elsewhere, this has no effect.
     """
     try:
+        from torch.onnx._internal.exporter import _fx_passes
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-        from_torchlib = vars(ONNXRegistry)["from_torchlib"]
-    except (ImportError, KeyError):
+        table, decompose = vars(ONNXRegistry)["from_torchlib"], _fx_passes.decompose_with_registry
+    except (AttributeError, ImportError, KeyError):
         yield
         return
     kept = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
     ONNXRegistry.from_torchlib = kept  # type: ignore[method-assign]
+    _fx_passes.decompose_with_registry = partial(decomposed, decompose)
     try:
         yield
     finally:
-        ONNXRegistry.from_torchlib = from_torchlib  # type: ignore[method-assign]
+        ONNXRegistry.from_torchlib = table  # type: ignore[method-assign]
+        _fx_passes.decompose_with_registry = decompose
 
 
 def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:

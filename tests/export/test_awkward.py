@@ -178,7 +178,7 @@ def test_a_module_that_hides_tensors_is_refused_in_one_line(tmp_path: Path) -> N
 
 
 class Recurrent(nn.Module):
-    """torch's exporter freezes sizes that follow a GRU, which ONNX Runtime computes in fp32 alone."""
+    """Torch's decompositions freeze sizes that follow a GRU, which ONNX Runtime computes in fp32 alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,11 +191,22 @@ class Recurrent(nn.Module):
         return result
 
 
+def test_sizes_after_a_recurrent_layer_stay_dynamic(tmp_path: Path) -> None:
+    shapes = {"x": {1: torch.export.Dim("tokens", min=2, max=32)}}
+    args = (torch.randn(1, TOKENS, DIM),)
+    bundle = attnforge.deploy(Recurrent().eval(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    assert bundle.manifest.outputs[0].dims == [1, *bundle.manifest.inputs[0].dims[1:]]
+
+
 def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Path) -> None:
+    class Decomposed(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.rsub(x, 1))  # which is decomposed
+
     shapes = {"x": {1: torch.export.Dim("tokens", min=2, max=32)}}
     args = (torch.randn(1, TOKENS, DIM),)
     with pytest.raises(WrongError, match=r"export: the exported graph does not run with x \[1, 3, \d+\]: "):
-        attnforge.deploy(Recurrent().eval(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+        attnforge.deploy(Decomposed().eval(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
 
 
 @pytest.mark.parametrize(
