@@ -33,7 +33,7 @@ MODULES = {
         name: f"benchmarks.experiments.{name.replace('-', '_')}"
         for name in (
             "suite", "fusion", "scaling", "overhead", "masks", "mask-plans", "decoding", "eight-bits", "real-sizes",
-            "deploy-costs", "false-alarms", "triton-models", "triton-load", "ray-load",
+            "deploy-costs", "false-alarms", "matrix", "triton-models", "triton-load", "ray-load",
         )
     },
     "polygraphy": "tests.support.polygraphy",

@@ -165,7 +165,7 @@ class Tuner:
         self, model: ir.Model, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice, projects: bool
     ) -> FormChoice:
         end = time.perf_counter() + (self.seconds - self.spent) / 2
-        cut, works = cut_of(model, a, projects), _works(a, self.sizes)
+        cut, works = cut_of(model, a, projects), workloads(a, self.sizes)
         models = {candidate.form: cut.lowered(candidate) for candidate in candidates}
         times: list[dict[str, float]] = []
         dropped: dict[str, str] = {}
@@ -195,7 +195,7 @@ class Tuner:
 
 
 @dataclass(frozen=True)
-class _Workload:
+class Workload:
     """What a site does in one call.
 
     Attributes:
@@ -211,23 +211,23 @@ class _Workload:
     text: str = ""
 
 
-def _works(a: Attention, sizes: Mapping[str, int]) -> list[_Workload]:
+def workloads(a: Attention, sizes: Mapping[str, int]) -> list[Workload]:
     """The calls that are timed: one at the usual sizes, or for a site with a cache a token and a prompt of one
     sample."""
     if a.cached is None:
-        return [_Workload(sizes)]
+        return [Workload(sizes)]
     batch, tokens = (str(dim) for dim in dims_of(a.cached.tokens)[:2])
     capacity = evaluated(a.size("n_k"), sizes)
     count = min(max(evaluated(a.size("n_q"), sizes), 2), capacity)
     token, prompt = ({**sizes, batch: 1, tokens: number} for number in (1, count))
     past = capacity // 2
     return [
-        _Workload(token, past, count, f" for a token after {past:,}"),
-        _Workload(prompt, text=f" for a prompt of {count:,}"),
+        Workload(token, past, count, f" for a token after {past:,}"),
+        Workload(prompt, text=f" for a prompt of {count:,}"),
     ]
 
 
-def _timing(work: _Workload, times: Mapping[str, float], chosen: str, forms: Sequence[str]) -> str:
+def _timing(work: Workload, times: Mapping[str, float], chosen: str, forms: Sequence[str]) -> str:
     others = ", ".join(f"{form} {times[form]:.3f}" for form in forms if form != chosen)
     return f"{times[chosen]:.3f} ms{work.text}" + (f" against {others}" if others else "")
 

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -153,6 +154,9 @@ FOREIGN = (
     "(trusted=…, ATTNFORGE_TRUSTED)"
 )
 NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
+LEAST = {"onnxruntime": (1, 28), "openvino": (2026, 3)}
+"""The first release of a library that computes every form of attention correctly: `python -m benchmarks run matrix`."""
+WRONG = "{} {} computes some forms of attention wrongly; install {}.{} or later"
 UNSUPPORTED = "{} {} does not support this GPU: its compute capability is {}, and the supported ones are {}"
 
 
@@ -181,9 +185,23 @@ def _no_package(backend: str) -> str | None:
     return None
 
 
+def too_old(library: str, version: str) -> str | None:
+    """Why a release of a library is not used, or None."""
+    is_wrong = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST[library]
+    return WRONG.format(library, version.partition("-")[0], *LEAST[library]) if is_wrong else None
+
+
+def _no_onnxruntime(backend: str) -> str | None:
+    import onnxruntime as ort
+
+    return too_old("onnxruntime", ort.__version__)
+
+
 def _no_provider(backend: str) -> str | None:
     import onnxruntime as ort
 
+    if (reason := too_old("onnxruntime", ort.__version__)) is not None:
+        return reason
     if (provider := REGISTRY[backend].provider) not in ort.get_available_providers():
         return f"this onnxruntime has no {provider}; pip install onnxruntime-gpu"
     return "no CUDA device" if cuda_devices() == 0 else None
@@ -217,7 +235,7 @@ def _no_openvino(backend: str) -> str | None:
         openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
     except (ImportError, RuntimeError) as error:
         return f"openvino is not installed, or finds no supported CPU ({error}); pip install attnforge[openvino]"
-    return None
+    return too_old("openvino", openvino.__version__)
 
 
 # --- availability of a bundle's backends ------------------------------------------------------------------------------
@@ -276,7 +294,8 @@ REGISTRY = {
             uncertified="ONNX Runtime's fused sites were counted on the CPU, not for its CUDA provider",
         ),
         Registered(
-            "onnxruntime-cpu", "onnxruntime", ORT, "onnxruntime:open_bundle", targets=("onnxruntime",), steps=True
+            "onnxruntime-cpu", "onnxruntime", ORT, "onnxruntime:open_bundle", _no_onnxruntime,
+            ("onnxruntime",), steps=True,
         ),
         Registered(
             "openvino", "openvino", ("openvino",), "openvino:open_bundle", _no_openvino, steps=True,

@@ -22,6 +22,7 @@ from attnforge.export.tensorrt.build import profiles_of
 from attnforge.runtime.backends import registry as backends
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, profile_for
+from tests.support.bundles import DeploySmall
 from tests.support.keys import new_key
 
 VERSION = "1.7.1"
@@ -85,6 +86,28 @@ def test_a_gpu_that_tensorrt_rtx_does_not_support_is_named(
     else:
         start = f"tensorrt_rtx {trt.__version__} does not support this GPU: its compute capability is SM90, and the "
         assert reason is not None and reason.startswith(start) and "SM89" in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("library", "backend", "version", "reason"),
+    [
+        ("onnxruntime", "onnxruntime-cpu", "1.27.1", "onnxruntime 1.27.1 computes .* wrongly; install 1.28 or later"),
+        ("onnxruntime", "onnxruntime-cpu", "1.28.0", None),
+        ("openvino", "openvino", "2026.2.1-21919-abc", "openvino 2026.2.1 computes .*; install 2026.3 or later"),
+        ("openvino", "openvino", "2026.10.0-1-a", None),
+    ],
+)
+def test_a_library_that_computes_attention_wrongly_runs_no_bundle(
+    library: str, backend: str, version: str, reason: str | None, small: DeploySmall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m benchmarks run matrix` compares the releases."""
+    pytest.importorskip(library)
+    backends._no_openvino.cache_clear()
+    monkeypatch.setattr(f"{library}.__version__", version)
+    found = backends.why_unavailable(small("fp32"), backend)
+    backends._no_openvino.cache_clear()
+    assert (found is None) == (reason is None)
+    assert reason is None or re.fullmatch(reason, str(found))
 
 
 # Profiles
