@@ -102,7 +102,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     """Export `module` in eval mode at `precision`. The module itself is not changed.
 
     Args:
-        module: takes tensors by position and returns a tensor, or a tuple, list or dict of them.
+        module: takes tensors and returns a tensor, or a tuple, list, dict or dataclass of them.
         args: example inputs; their sizes become the profile's `opt`.
         dynamic_shapes: as for `torch.export`: for every input a `{dim: torch.export.Dim}`, by name or by position. A
             Dim's `min` and `max` bound what the deployed model takes.
@@ -112,9 +112,9 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
         CaptureError: torch cannot run or export the module with these arguments, an argument is not a tensor, a Dim has
             no max, or a dim that was declared dynamic was exported as a constant.
     """
-    names = _input_names(module, args)
-    shapes = _by_name(names, dynamic_shapes)
     copied = at_precision(module, precision)
+    names = _input_names(copied, args)
+    shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written(), _kept_registry():
@@ -128,7 +128,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             )
         try:
             program = torch.onnx.export(
-                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(module, shapes),
+                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(copied, shapes),
                 verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
                 custom_translation_table=dict(TRANSLATIONS),
             )  # fmt: skip
