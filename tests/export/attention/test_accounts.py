@@ -53,13 +53,17 @@ def account_of(captured: Captured) -> Canonical:
     return canonicalize(captured.model, captured.without_effect, captured.lost)
 
 
-def test_a_program_has_the_account_of_its_module() -> None:
+def test_a_program_and_a_graph_have_the_account_of_their_module() -> None:
     x, shapes = torch.randn(2, 9, WIDTH), {"x": {0: Dim("batch", max=4)}}
     opened = open_program(export_program(Classes().eval(), (x,), dynamic_shapes=shapes))
     captured = capture(opened.module, opened.args, opened.dynamic_shapes, FP32)
     assert (captured.without_effect, captured.lost) == ([], [])
-    account = account_of(captured)
-    assert [site.reason for site in account.sites] == [None] and len(account.other_softmaxes) == 1
+    without_names = captured.model.clone()
+    for node in without_names.graph:  # as in a file that another exporter wrote
+        node.metadata_props.clear()
+    for name, account in (("ExportedProgram", account_of(captured)), ("graph", canonicalize(without_names))):
+        assert [(site.name, site.reason) for site in account.sites] == [(name, None)]
+        assert [*account.other_softmaxes] == [name]
 
 
 class Shared(nn.Module):
