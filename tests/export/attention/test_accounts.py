@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.export import export as export_program
+from torch.nn.attention.flex_attention import flex_attention
 
 from attnforge.export.attention.canonicalize import LOST, Canonical, canonicalize
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
@@ -66,6 +68,12 @@ def test_a_program_and_a_graph_have_the_account_of_their_module() -> None:
         assert [*account.other_softmaxes] == [name]
 
 
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 class Shared(nn.Module):
     """Blocks that have two names, and attention of which nothing is used."""
 
@@ -97,3 +105,12 @@ def test_lost_by_the_exporter() -> None:
     lost = missing(in_program(captured.program), in_graph(captured.model.graph))
     first, site = canonicalize(captured.model, lost=lost).sites
     assert (first.reason, site.name, site.reason) == (None, "1", LOST)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_and_compiled_code_are_counted() -> None:
+    weigh = torch.compile(lambda x: x.softmax(-1) @ x.mT, backend="eager")
+    module = Function(lambda x: (weigh(x), flex_attention(x[:, None], x[:, None], x[:, None])))
+    with torch.inference_mode(), counted(module) as ran:
+        module(torch.randn(2, 5, 8))
+    assert ran == {"Function": 2}
