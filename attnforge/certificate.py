@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -146,6 +146,8 @@ class Certificate(Record):
             absent because it does not report what it compiles.
         unfused: every site that a target does not run as one kernel, with the reason.
         details: every site.
+        other_softmaxes: by module, why a softmax is no attention. Every softmax and every attention operator that ran
+            is part of a site or one of these. Empty in older bundles.
     """
 
     sites: int
@@ -153,14 +155,18 @@ class Certificate(Record):
     fused: dict[str, int]
     unfused: list[Unfused]
     details: list[SiteRecord]
+    other_softmaxes: dict[str, str] = {}
 
     @classmethod
-    def of(cls, details: list[SiteRecord], targets: Sequence[str]) -> Certificate:
+    def of(
+        cls, details: list[SiteRecord], targets: Sequence[str], other_softmaxes: Mapping[str, str] | None = None
+    ) -> Certificate:
         """Return the certificate of sites, from records of what every target compiled.
 
         Args:
             details: the records of all sites.
             targets: targets that were built; a site without a record for one was not lowered for it.
+            other_softmaxes: by module, why a softmax is no attention.
         """
         unfused = [
             Unfused(site=site.site, target=target, reason=reason)
@@ -174,4 +180,5 @@ class Certificate(Record):
             fused={target: sum(site.is_fused(target) for site in details) for target in targets},
             unfused=unfused,
             details=details,
+            other_softmaxes=dict(other_softmaxes or {}),
         )

@@ -19,7 +19,10 @@ from attnforge.runtime.cases import sizes_at
 
 
 def certify(
-    sites: Sequence[Site], built: Mapping[str, Built], masks: Mapping[str, SiteMask] | None = None
+    sites: Sequence[Site],
+    built: Mapping[str, Built],
+    masks: Mapping[str, SiteMask] | None = None,
+    other_softmaxes: Mapping[str, str] | None = None,
 ) -> Certificate:
     """The certificate of all sites, canonical or not, in the order in which they were found.
 
@@ -27,9 +30,11 @@ def certify(
         sites: the sites that canonicalize found.
         built: the result for each target, by target name.
         masks: proved properties of the sites' masks, by site name.
+        other_softmaxes: by module, why a softmax is no attention.
     """
     records = [_record(site, built, (masks or {}).get(site.name)) for site in sites]
-    return Certificate.of(records, [name for name, target in built.items() if target.kernel_of is not None])
+    counted = [name for name, target in built.items() if target.kernel_of is not None]
+    return Certificate.of(records, counted, other_softmaxes)
 
 
 def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> SiteRecord:

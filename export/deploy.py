@@ -38,9 +38,10 @@ def deploy(
     """Export `module` as it computes in eval mode, lower it for every target, and write a bundle to `out`.
 
     Args:
-        module: a module that takes tensors by position and returns a tensor or a tuple, list or dict of them; an
+        module: a module that takes tensors and returns a tensor or a tuple, list, dict or dataclass of them; an
             exported program; or the path of an `.onnx` or `.pt2` file. It is not modified.
-        args: example inputs. None for a program, which has its own, and to draw random inputs for an ONNX graph.
+        args: example inputs, those of keyword-only parameters after the others. None for a program, which has its own,
+            and to draw random inputs for an ONNX graph.
         out: folder to write.
         dynamic_shapes: for a module, as in `torch.export`; every Dim needs a `max`. Min, example and max become
             TensorRT's profile. For a graph, `{dim: (min, opt, max)}` for every dynamic dim of its inputs; for a

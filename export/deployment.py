@@ -84,6 +84,7 @@ class Deployment:
         model: the graph that targets lower: canonical, then in the chosen precisions, then with caches.
         plain: the graph as it was exported.
         sites: the attention sites.
+        other_softmaxes: by module, why a softmax is no attention.
         masks: what the mask of each site hides.
         reference: what the deployed model is checked against.
         mixed: the record of precisions that were chosen.
@@ -117,6 +118,7 @@ class Deployment:
     model: ir.Model = field(init=False)
     plain: ir.Model = field(init=False)
     sites: list[Site] = field(init=False)
+    other_softmaxes: Mapping[str, str] = field(init=False)
     masks: Mapping[str, SiteMask] = field(init=False)
     reference: ReferenceModel = field(init=False)
     mixed: Mixed | None = None
@@ -154,7 +156,7 @@ class Deployment:
         Raises:
             UnfusedError: a target that must run every site fused does not.
         """
-        certificate = certify(self.sites, self.built, self.masks)
+        certificate = certify(self.sites, self.built, self.masks, self.other_softmaxes)
         check_fused(self.options.require_fused, certificate)
         return Manifest(
             name=self.name,
@@ -224,7 +226,9 @@ def _export(d: Deployment, progress: Progress) -> None:
 
 def _canonicalize(d: Deployment, progress: Progress) -> None:
     d.model, d.plain, d.reference = d.source.model, d.source.model.clone(), d.source
-    d.sites = canonicalize(d.model).sites
+    unexported = (d.source.without_effect, d.source.lost) if isinstance(d.source, Captured) else ()
+    canonical = canonicalize(d.model, *unexported)
+    d.sites, d.other_softmaxes = canonical.sites, canonical.other_softmaxes
     d.masks = masks_of(d.model, d.sites, d.source.inputs)
     note_roles(d.model.graph, d.source.inputs, negative=isinstance(d.source, Imported))
     largest = sizes_at(d.source.inputs, "max")

@@ -137,6 +137,8 @@ def print_sites(attention: Certificate) -> None:
     say(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
     for sites in alike(attention.details):
         _print_group([site.site for site in attention.details], sites)
+    for names, reason in by_reason(attention.other_softmaxes):
+        say(f"softmax, but no attention, in {names}: {reason}", "dim", indent=2)
 
 
 def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:

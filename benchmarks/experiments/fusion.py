@@ -72,7 +72,7 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     model = make()
     captured = capture(*model, precision_named("fp16"))
     plain = captured.model.clone()
-    sites = canonicalize(captured.model).sites
+    sites = canonicalize(captured.model, captured.without_effect, captured.lost).sites
     canonical = captured.model.clone()
     lowered = for_tensorrt.lower(captured.model, sites).sites
     with tempfile.TemporaryDirectory() as folder:

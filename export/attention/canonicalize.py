@@ -7,7 +7,7 @@ attention without a softmax (:mod:`.unrecognised`).
 
 from __future__ import annotations
 
-import ast
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -18,15 +18,19 @@ from attnforge.export.attention.emit import emit
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
 from attnforge.export.attention.operators import is_standard, standard
+from attnforge.export.attention.other_softmaxes import why_no_attention
 from attnforge.export.attention.softmax import restore_softmax
 from attnforge.export.attention.unrecognised import unrecognised
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.attention_operators import READERS, scale_of
-from attnforge.export.graphs.nodes import input_of, is_op
+from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import LayoutError
+
+LOST = "it runs in the module, and the exported graph has neither a softmax nor an attention operator for it"
+WITHOUT_EFFECT = "the exported program computes the outputs without it: it is constant, repeated, or not used"
 
 
 @dataclass(frozen=True)
@@ -48,33 +52,54 @@ class Site:
     reason: str | None = None
 
 
-def canonicalize(model: ir.Model) -> SitesResult[Site]:
-    """Rewrite every attention site of `model`, in place, to a canonical Attention node.
+@dataclass
+class Canonical(SitesResult[Site]):
+    """The result of :func:`canonicalize`.
 
-    Returns:
-        All sites; those that could not be rewritten have a reason instead of a node.
+    Attributes:
+        sites: all sites; those that could not be rewritten have a reason instead of a node.
+        other_softmaxes: why each of the other softmaxes is no attention, by module.
+    """
+
+    other_softmaxes: dict[str, str]
+
+
+def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequence[str] = ()) -> Canonical:
+    """Rewrite every attention site of `model`, in place, to a canonical Attention node. Every softmax and every
+    attention operator, of the graph or only of its source, is part of a site or one of the other softmaxes.
+
+    Args:
+        model: the graph.
+        without_effect: the modules of those without which the exported program computes the outputs.
+        lost: the modules of those that the exported program has and the graph lacks.
     """
     before, remove_unused = _nodes(model), RemoveUnusedNodesPass()
     modified = remove_unused(model).modified  # nodes that feed no output must not count as users of the scores
     if restore_softmax(model).modified:
         remove_unused(model)
     sites: list[Site] = []
-    known: set[ir.Node] = set()
+    others: dict[str, str] = {}
     for node in list(model.graph):
         if (node.domain, node.op_type) in READERS:
             sites.append(_from_operator(model.graph, node, _unused_name(node, sites)))
         elif is_op(node, "Softmax"):
             found = _from_softmax(model.graph, node, _unused_name(node, sites))
-            sites += found
-            known |= {node} if found else set()
+            if isinstance(found, str):
+                others[_numbered(scope_of(node) or "graph", others)] = found
+            else:
+                sites += found
         elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
-    for other in unrecognised(model.graph, known):
+    for other in unrecognised(model.graph):
         sites.append(Site(_unused_name(other.first, sites), "·".join(other.path), reason=other.reason))
+    for module in lost:
+        sites.append(Site(_numbered(module, (site.name for site in sites)), "Softmax", reason=LOST))
+    for module in without_effect:
+        others[_numbered(module, others)] = WITHOUT_EFFECT
     nodes = {node.name: node for node in model.graph}
     sites = [site if site.node is None else replace(site, form=described(nodes[site.node])) for site in sites]
-    return SitesResult(model, modified, sites)
+    return Canonical(model, modified, sites, others)
 
 
 def _nodes(model: ir.Model) -> list[tuple[ir.Node, str | None, int]]:
@@ -83,14 +108,12 @@ def _nodes(model: ir.Model) -> list[tuple[ir.Node, str | None, int]]:
 
 
 def _unused_name(node: ir.Node, sites: list[Site]) -> str:
-    """The qualified name of the module that contains `node`, from the exporter's metadata, followed by a number if
-    another site already has that name."""
-    scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-    classes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "[]"))
-    name = scopes[-2] if len(scopes) > 1 else ""
-    if not name:
-        name = classes[-2].rpartition(".")[2] if len(classes) > 1 else "graph"
-    count = sum(site.name.partition("#")[0] == name for site in sites)
+    """The name of the module that contains `node`, followed by a number if another site already has that name."""
+    return _numbered(scope_of(node) or "graph", (site.name for site in sites))
+
+
+def _numbered(name: str, taken: Iterable[str]) -> str:
+    count = sum(other.partition("#")[0] == name for other in taken)
     return f"{name}#{count + 1}" if count else name
 
 
@@ -98,8 +121,8 @@ def _node_name(site: str) -> str:
     return f"{site}/Attention"
 
 
-def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
-    """Return one site for each product that reads the weights; none if the softmax is not part of attention."""
+def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str:
+    """Return one site for each product that reads the weights, or why the softmax is no attention."""
     source = input_of(node)
     try:
         layout = Layout.fresh(source)
@@ -107,12 +130,10 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
         return [Site(name, "Softmax", reason=str(error))]
     dim = layout.dims[node.attributes.get_int("axis", -1)]
     if not dim:
-        return []  # a softmax over one element is not attention
+        return "it runs over one element"
     scores = walk_to_product(Position(source, layout, dim[0]))
     sink = scores.steps.sink if isinstance(scores, Scores) else None
     outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), sink)
-    if isinstance(outputs, Ended) and not both_computed(scores):
-        return []  # a classifier's softmax, or another that weights no values
     walks: list[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else [*outputs]
     sites = []
     for i, weights in enumerate(walks):
@@ -121,7 +142,10 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site]:
             written_as="·".join([*reversed(scores.path), "Softmax", *weights.path]),
         )
         sites.append(_written(graph, site, scores, weights, source.dtype))
-    return sites
+    if any(site.node is not None for site in sites):
+        return sites
+    is_site = both_computed(scores) or not isinstance(outputs, Ended)
+    return why_no_attention(node, dependent_on_inputs(graph), is_site) or sites
 
 
 def _written(

@@ -1,5 +1,4 @@
-"""Attention that has no canonical form: weights that no softmax computes (a sigmoid, ReLU, `exp / (1 + sum)`), or a
-softmax of scores that are mixed on the way, as talking heads are.
+"""Attention whose weights no softmax computes: a sigmoid, ReLU, `exp / (1 + sum)`.
 
 Such a site is two products of computed tensors with a nonlinearity between them, over pairs of a query and a key. The
 walk goes forward from the first product while a value keeps the two dims of the pairs, to a product that sums over one
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnforge.export.attention.contraction import contraction_of, is_product
+from attnforge.export.attention.contraction import Side, contraction_of, is_product
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs
+from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs, is_op
 from attnforge.export.graphs.sizes import ONE, LayoutError, Size, sizes_of
 
 _LINEAR = VIEWS | {
@@ -37,23 +36,26 @@ class Unrecognised:
     """
 
     first: ir.Node
-    path: tuple[str, ...]
+    path: list[str]
     reason: str
 
 
-def unrecognised(graph: ir.Graph, known: Collection[ir.Node]) -> Iterator[Unrecognised]:
-    """Yield the attention of a graph that has no canonical form.
+def unrecognised(graph: ir.Graph) -> Iterator[Unrecognised]:
+    """Yield the attention of a graph that has no canonical form and no softmax.
 
     Args:
         graph: a graph whose other attention is canonical.
-        known: softmax nodes whose sites are known.
     """
     computed = dependent_on_inputs(graph)
     for node in graph:
-        pairs = _pairs_of(node) if is_product(node) and _both_in(node, computed) else None
-        found = _to_second_product(node, pairs, computed, known) if pairs is not None else None
-        if found is not None:
-            yield found
+        if not is_product(node) or not _both_in(node, computed) or (pairs := _pairs_of(node)) is None:
+            continue
+        for path, _ in products_after(node, pairs, computed):
+            nonlinear = [other.op_type for other in path[1:-1] if other.op_type not in _LINEAR]
+            if nonlinear and sums(path[-1], pairs):
+                reason = f"{nonlinear[0]} computes the weights; fused attention kernels compute a softmax"
+                yield Unrecognised(node, [other.op_type for other in path], reason)
+                break
 
 
 def _both_in(product: ir.Node, computed: set[ir.Value]) -> bool:
@@ -78,27 +80,34 @@ def _pairs_of(product: ir.Node) -> Counter[Size] | None:
     return pairs
 
 
-def _to_second_product(
-    first: ir.Node, pairs: Counter[Size], computed: set[ir.Value], known: Collection[ir.Node]
-) -> Unrecognised | None:
-    """Walk from a product to one that sums over its queries or keys, past a nonlinearity."""
-    start: tuple[ir.Value, tuple[ir.Node, ...]] = first.outputs[0], ()
+def products_after(
+    first: ir.Node, kept: Counter[Size], computed: set[ir.Value]
+) -> Iterator[tuple[tuple[ir.Node, ...], list[Side]]]:
+    """Walk forward from a node while values keep dims of some sizes, up to softmaxes and products of two computed
+    tensors.
+
+    Args:
+        first: the node.
+        kept: the sizes.
+        computed: the values that depend on the graph's inputs.
+
+    Yields:
+        the nodes from the first to a product, and the side of the product that the walk did not come from.
+    """
+    start: tuple[ir.Value, tuple[ir.Node, ...]] = first.outputs[0], (first,)
     pending, seen = [start], {first.outputs[0]}
     while pending:
         value, path = pending.pop(0)
         for user in dict.fromkeys(use.node for use in value.uses()):
-            if user in known:
+            if is_op(user, "Softmax"):
                 continue
             if is_product(user) and _both_in(user, computed):
-                if (nonlinear := [node for node in path if node.op_type not in _LINEAR]) and _sums(user, pairs):
-                    names = first.op_type, *(node.op_type for node in path), user.op_type
-                    return Unrecognised(first, names, _reason(nonlinear, path))
+                yield (*path, user), [side for side in contraction_of(user).sides if side.value not in seen]
                 continue
             for output in user.outputs:
-                if output not in seen and _keeps(output, pairs):
+                if output not in seen and _keeps(output, kept):
                     seen.add(output)
                     pending.append((output, (*path, user)))
-    return None
 
 
 def _keeps(value: ir.Value, pairs: Counter[Size]) -> bool:
@@ -108,14 +117,6 @@ def _keeps(value: ir.Value, pairs: Counter[Size]) -> bool:
         return False
 
 
-def _sums(product: ir.Node, pairs: Counter[Size]) -> bool:
-    return any(size in pairs for size in contraction_of(product).summed.values())
-
-
-def _reason(nonlinear: list[ir.Node], path: tuple[ir.Node, ...]) -> str:
-    """Why no canonical node computes these weights."""
-    if any(node.op_type == "Softmax" for node in nonlinear):
-        others = [node.op_type for node in path if node.op_type in ("Conv", "Einsum", "Gemm", "MatMul")]
-        between = f"{others[0]} mixes its scores or weights" if others else "it is not next to its products"
-        return f"there is a softmax, but {between}; fused attention kernels compute nothing in between"
-    return f"{nonlinear[0].op_type} computes the weights; fused attention kernels compute a softmax"
+def sums(product: ir.Node, sizes: Collection[Size]) -> bool:
+    """Whether a product sums over a dim of one of the sizes."""
+    return any(size in sizes for size in contraction_of(product).summed.values())

@@ -147,7 +147,12 @@ def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weig
     weights, value = (left, right) if left.value is position.value else (right, left)
     axes: dict[Label, Dims] = dict(zip(weights.labels, position.layout.dims, strict=True))
     if [axes[label] for label in product.summed] != [position.keys]:
-        raise NotAttention("the product after the softmax does not sum over the keys")
+        mixes = constant_of(value.value) is not None
+        raise NotAttention(
+            f"{node.op_type} mixes the attention weights, as in talking heads: a fused kernel never stores them"
+            if mixes
+            else "the product after the softmax does not sum over the keys"
+        )
     features = [label for label in product.output if label in value.labels and label not in weights.labels]
     if len(features) > 1 or any(label.startswith("batch") for label in features):
         raise NotAttention("the values have a batch axis that the scores lack")

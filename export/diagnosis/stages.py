@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -13,6 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.decoding.whole import whole_graph
+from attnforge.export.graphs.nodes import scope_of
 from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.forms import write
@@ -89,10 +89,8 @@ def scores_of(softmax: ir.Node) -> list[ir.Value]:
 def module_of(node: ir.Node) -> str:
     """Qualified name of the module that a node belongs to, from the exporter's metadata; the site for a node that a
     lowering wrote; the node's own name in a graph without metadata."""
-    scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-    if len(scopes) > 1:
-        classes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "[]"))
-        return scopes[-2] or (classes[-2].rpartition(".")[2] if len(classes) > 1 else "the model")
+    if (module := scope_of(node)) is not None:
+        return module
     name = node.name or node.op_type
     return site_of(name) if "/" in name else name
 

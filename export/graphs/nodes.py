@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -32,6 +33,16 @@ def dependent_on_inputs(graph: ir.Graph) -> set[ir.Value]:
         if not is_op(node, "Shape", "Size") and not dependent.isdisjoint(node.inputs):
             dependent.update(node.outputs)
     return dependent
+
+
+def scope_of(node: ir.Node) -> str | None:
+    """The qualified name of the module that a node belongs to, or the class of the outermost module; None without the
+    exporter's metadata."""
+    scopes, classes = (
+        ast.literal_eval(node.metadata_props.get(f"pkg.torch.onnx.{key}", "[]"))
+        for key in ("name_scopes", "class_hierarchy")
+    )
+    return (scopes[-2] or str(classes[-2]).rpartition(".")[2]) if len(scopes) > 1 else None
 
 
 def is_op(node: ir.Node | None, *op_types: str) -> TypeGuard[ir.Node]:

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
+from attnforge.export.attention.counted import counted, in_graph, in_program, missing
 from attnforge.export.sources.constants import computed_by_torch
 from attnforge.export.sources.decomposing import decomposed
 from attnforge.export.sources.onnx_check import check_certain
@@ -54,6 +55,9 @@ class Captured:
         outputs: name, dtype and dims of each output.
         precision: precision of weights, inputs and outputs.
         program: the program of torch.export, whose names the graph's values have.
+        without_effect: the submodules of softmaxes and attention operators that ran, and without which the program
+            computes the outputs: those that are constant, repeated, or not used.
+        lost: the submodules of those that the program has and the graph lacks.
     """
 
     model: ir.Model
@@ -63,6 +67,8 @@ class Captured:
     outputs: list[TensorSpec]
     precision: Precision
     program: ExportedProgram | None = None
+    without_effect: Sequence[str] = ()
+    lost: Sequence[str] = ()
 
     reference = "the torch module in eager mode"
 
@@ -97,7 +103,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     """Export `module` in eval mode at `precision`. The module itself is not changed.
 
     Args:
-        module: takes tensors by position and returns a tensor, or a tuple, list or dict of them.
+        module: takes tensors and returns a tensor, or a tuple, list, dict or dataclass of them.
         args: example inputs; their sizes become the profile's `opt`.
         dynamic_shapes: as for `torch.export`: for every input a `{dim: torch.export.Dim}`, by name or by position. A
             Dim's `min` and `max` bound what the deployed model takes.
@@ -107,13 +113,15 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
         CaptureError: torch cannot run or export the module with these arguments, an argument is not a tensor, a Dim has
             no max, or a dim that was declared dynamic was exported as a constant.
     """
-    names = _input_names(module, args)
-    shapes = _by_name(names, dynamic_shapes)
     copied = at_precision(module, precision)
+    names = _input_names(copied, args)
+    shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written(), _fast_exporter():
-        answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)) for _ in range(2)]
+        answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision))]
+        with counted(copied) as ran:
+            answers.append(outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)))
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
@@ -121,7 +129,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             )
         try:
             program = torch.onnx.export(
-                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(module, shapes),
+                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(copied, shapes),
                 verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
                 custom_translation_table=dict(TRANSLATIONS),
             )  # fmt: skip
@@ -146,7 +154,13 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     ]
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
     _forget_graphs()
-    return Captured(model, copied, cast, inputs, outputs, precision, program.exported_program)
+    exported = program.exported_program
+    assert exported is not None
+    used, kept = in_program(exported), in_graph(model.graph)
+    return Captured(
+        model, copied, cast, inputs, outputs, precision, exported,
+        without_effect=missing(ran, used | kept), lost=missing(used, kept),
+    )  # fmt: skip
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.arrays import Array, to_numpy, to_torch
@@ -33,8 +36,8 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 
 
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
-    """A copy of `module` in eval mode with its floating-point weights in the precision's dtype. Parameters that have it
-    already share their memory with the module's.
+    """A copy of `module` in eval mode with its floating-point weights in the precision's dtype, which takes
+    keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's.
 
     Raises:
         CaptureError: the module cannot be copied.
@@ -42,7 +45,29 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     dtype = torch_dtype(precision)
     with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
+    _take_by_position(copied)
     return copied.eval().requires_grad_(False).to(dtype)
+
+
+def _take_by_position(module: nn.Module) -> None:
+    """Make the keyword-only parameters of a module's forward positional, after the others."""
+    kind, parameters = type(module), list(inspect.signature(module.forward).parameters.values())
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    if not names or any(p.kind is p.VAR_POSITIONAL for p in parameters) or "forward" in vars(module):
+        return
+    first = [parameter.name for parameter in parameters].index(names[0])
+    taken = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters[: first + len(names)]]
+    needed = max((i for i, p in enumerate(taken) if p.default is p.empty), default=0)
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        return kind.forward(self, *args[:first], **dict(zip(names, args[first:], strict=False)))
+
+    empty = inspect.Parameter.empty
+    taken[:needed] = [parameter.replace(default=empty) for parameter in taken[:needed]]
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [taken[0].replace(name="self", default=empty), *taken]
+    )
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def doubled(module: nn.Module) -> nn.Module:
@@ -193,7 +218,13 @@ def _tf32(tensor: Tensor) -> Tensor:
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:
-    """The tensors that a module returned, by their names as a bundle's outputs."""
+    """The tensors that a module returned, by their names as a bundle's outputs; of a dataclass, its fields that are not
+    None."""
+    if dataclasses.is_dataclass(result) and not isinstance(result, Mapping):
+        if pytree.tree_is_leaf(result):
+            torch.export.register_dataclass(type(result))  # otherwise torch does not export it
+        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        result = {name: value for name, value in fields.items() if value is not None}
     return dict(zip(output_names(result), _tensors(result), strict=True))
 
 
@@ -201,7 +232,7 @@ def _tensors(result: Any) -> list[Tensor]:
     items = list(result.values()) if isinstance(result, Mapping) else result
     items = [*items] if isinstance(items, tuple | list) else [items]
     if not items or not all(isinstance(item, Tensor) for item in items):
-        raise CaptureError("the module must return a tensor, or a tuple, list or dict of tensors")
+        raise CaptureError("the module must return a tensor, or a tuple, list, dict or dataclass of tensors")
     return items
 
 

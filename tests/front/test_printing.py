@@ -59,9 +59,19 @@ def test_what_masks_leave(printed: Callable[[], str]) -> None:
     assert "sees band −255 … 0, residue: padding; of the products 25% at the example, 6.2% at most" in text
 
 
-def test_bundles_from_before_masks_were_read_load() -> None:
+def test_other_softmaxes_are_one_line_a_reason(printed: Callable[[], str]) -> None:
+    others = {"gate": "an axis of weights", "head": "an axis of weights", "pooler": "it is not used"}
+    printing.print_sites(certificate([]).model_copy(update={"other_softmaxes": others}))
+    assert [line.strip() for line in printed().splitlines()[1:]] == [
+        "softmax, but no attention, in gate, head: an axis of weights",
+        "softmax, but no attention, in pooler: it is not used",
+    ]
+
+
+def test_older_bundles_load() -> None:
     older = site(0).model_dump(exclude={"mask"})
     assert "mask" not in older and SiteRecord.model_validate(older).mask is None
+    assert Certificate.model_validate(certificate([]).model_dump(exclude={"other_softmaxes"})).other_softmaxes == {}
 
 
 def test_sites_that_differ_stay_apart() -> None:

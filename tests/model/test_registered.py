@@ -14,6 +14,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
+from attnforge.export.attention.counted import counted
 from attnforge.model import MODELS, MultiHeadSelfAttention, build_model
 from attnforge.runtime.backends.registry import why_not_here
 from tests.support.bundles import IN_BF16, IN_FP32, Deploy, example_of
@@ -61,6 +62,15 @@ def test_attention_is_recognised_and_fused_in_fp16(registered: Deploy, name: str
         for target, made in record.targets.items():
             assert made.form and made.why
             assert (made.kernel is None) == (made.reason is not None), target
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_softmax_that_runs_is_in_a_site(registered: Deploy, name: str) -> None:
+    module, args, _ = example_of(name)
+    with torch.no_grad(), counted(module) as ran:
+        module(*args)
+    certificate = registered(name, "fp16").manifest.attention
+    assert (ran.total(), certificate.other_softmaxes) == (certificate.sites, {})
 
 
 @pytest.mark.parametrize("name", IN_BF16)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import CANONICAL, Bundle, Kind, Masks
+from attnforge.bundle import CANONICAL, Bundle, Kind, Manifest, Masks
 from attnforge.cli import app
 from attnforge.errors import BundleError, UnavailableError, UsageError
 from attnforge.export.lowering.attention import Attention
@@ -560,9 +560,15 @@ def test_a_bundle_without_cases_has_a_page(copy: Path) -> None:
     assert "FAILED" in text and "random numbers around 0" in text
 
 
-def test_a_site_of_which_a_target_says_nothing_is_left_out(copy: Path) -> None:
-    rewrite(copy, lambda manifest: manifest.attention.details[0].targets.clear())
-    assert "the manifest does not say how it was lowered for ONNX Runtime" in page_of(copy)
+def test_what_is_no_site_and_what_is_left_out_have_reasons(copy: Path) -> None:
+    def change(manifest: Manifest) -> None:
+        manifest.attention.details[0].targets.clear()
+        manifest.attention.other_softmaxes |= {"gate": "an axis of <weights>", "head": "an axis of <weights>"}
+
+    rewrite(copy, change)
+    text = page_of(copy)
+    assert "the manifest does not say how it was lowered for ONNX Runtime" in text
+    assert "A softmax, but no attention, in gate, head: an axis of &lt;weights&gt;." in text
 
 
 @pytest.mark.parametrize("size", [1e30, 1e300])

@@ -47,7 +47,13 @@ def shared_in(folder: Path) -> Capture:
         with FileLock(f"{file}.lock"):
             if not file.exists():
                 made = capture(module, args, dynamic_shapes, precision)
-                data = ir.to_proto(made.model).SerializeToString(), made.inputs, made.outputs
+                data = (
+                    ir.to_proto(made.model).SerializeToString(),
+                    made.inputs,
+                    made.outputs,
+                    made.without_effect,
+                    made.lost,
+                )
                 file.write_bytes(pickle.dumps(data))
                 return made
         return _read(file, module, args, precision)
@@ -59,11 +65,13 @@ def _read(file: Path, module: nn.Module, args: Sequence[Tensor], precision: Prec
     graph: bytes
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
-    graph, inputs, outputs = pickle.loads(file.read_bytes())
+    graph, inputs, outputs, without_effect, lost = pickle.loads(file.read_bytes())
     dtype = torch_dtype(precision)
     cast = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in args)
     model = ir.from_proto(onnx.load_from_string(graph))
-    return Captured(model, at_precision(module, precision), cast, inputs, outputs, precision)
+    return Captured(
+        model, at_precision(module, precision), cast, inputs, outputs, precision, None, without_effect, lost
+    )
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -36,6 +36,7 @@ def test_left_with_a_reason(misses: Exported, name: str) -> None:
 @pytest.mark.parametrize("name", NO_SITES)
 def test_what_weights_no_values_is_no_site(misses: Exported, name: str) -> None:
     assert misses.sites_of(name) == []
+    assert bool(misses.others_of(name)) == (name not in ("logits_of_pairs", "linear_attention"))
 
 
 def test_nothing_is_attention_where_nothing_was_recognised(misses: Exported) -> None:

@@ -17,17 +17,19 @@ WIDTH, HEADS = 32, 4
 
 
 class BySigmoid(nn.Module):
-    """Attention, and then attention whose weights are sigmoids of the scores."""
+    """Attention, attention whose weights are sigmoids of the scores, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attend = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
         self.project = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.classes = nn.Sequential(nn.Linear(WIDTH, 5), nn.Softmax(-1))
 
     def forward(self, x: Tensor) -> Tensor:
         x, _ = self.attend(x, x, x, need_weights=False)
         query, key, value = (project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in self.project)
-        result: Tensor = ((query @ key.mT).sigmoid() @ value).transpose(1, 2).flatten(2)
+        x = ((query @ key.mT).sigmoid() @ value).transpose(1, 2).flatten(2)
+        result: Tensor = self.classes(x.mean(1))
         return result
 
 
@@ -41,6 +43,8 @@ def test_require_fused_counts_attention_without_a_softmax(target: str, precision
             BySigmoid().eval(), (torch.randn(2, 9, WIDTH),), tmp_path / "b", shapes, precision, [target], tune=False,
             require_fused=[target],
         )  # fmt: skip
-    (unfused,) = caught.value.certificate.unfused
+    certificate = caught.value.certificate
+    (unfused,) = certificate.unfused
+    assert [*certificate.other_softmaxes] == ["classes.1"]
     assert unfused.site == "BySigmoid" and unfused.reason.startswith("Sigmoid computes the weights")
     assert not (tmp_path / "b").exists()

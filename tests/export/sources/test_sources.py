@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +465,35 @@ def test_one_tensor_that_is_given_twice_is_two_inputs(tmp_path: Path) -> None:
     x = torch.randn(4, 4)
     bundle = attnforge.deploy(Product(), (x, x), tmp_path / "b", targets=["onnxruntime"], tune=False, cache=False)
     assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+
+
+@dataclass
+class Attended:
+    output: Tensor
+    weights: Tensor | None = None
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor, factor: float = 1.0, *, keys: Tensor, scale: float = 2.0) -> Attended:
+        return Attended(factor * scale * self.attend(x, keys, keys, need_weights=False)[0])
+
+
+def test_forward_has_keyword_only_parameters_and_returns_a_dataclass(tmp_path: Path) -> None:
+    queries, keys = Dim("queries", min=2, max=32), Dim("keys", min=2, max=32)
+    args = (torch.randn(1, 5, 16), torch.tensor(0.5), torch.randn(1, 7, 16))
+    module, shapes = ByKeyword().eval(), {"x": {1: queries}, "keys": {1: keys}}
+    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    specs = [*bundle.manifest.inputs, *bundle.manifest.outputs]
+    assert [f"{spec.name}: {spec.text()}" for spec in specs] == [
+        "x: float32[1, queries, 16]", "factor: float32[]", "keys: float32[1, keys, 16]",
+        "output: float32[1, queries, 16]",
+    ]  # fmt: skip
+    assert attnforge.verify(bundle, ["onnxruntime-cpu", "eager"], module=module).passed
+    assert type(module) is ByKeyword
 
 
 class Variadic(nn.Module):

@@ -143,7 +143,7 @@ _REASONS: dict[Callable[..., Any], str] = {
     relu_of_scores: "Relu computes the weights",
     scale_by_key: "by a tensor that differs by key",
     talking_heads: "Einsum|inner product",
-    talking_heads_on_both_sides: "there is a softmax, but MatMul mixes its scores or weights",
+    talking_heads_on_both_sides: "MatMul mixes the attention weights",
     additive_score: "inner product|ReduceSum",
     distance_score: "inner product|ReduceSum",
     hard_alignment: r"the alignment is hard \(ArgMax\)",

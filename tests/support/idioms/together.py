@@ -6,7 +6,7 @@ Each idiom is a submodule with its own weights, so its sites have its name and s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Exported:
 
     captured: Captured
     sites: list[Site]
+    other_softmaxes: dict[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> Together:
@@ -73,7 +74,11 @@ class Exported:
         return dict(zip(DIMS, self.captured.args, strict=True))
 
     def sites_of(self, idiom: str) -> list[Site]:
-        return [site for site in self.sites if f"{site.name}.".replace("#", ".").startswith(f"idioms.{idiom}.")]
+        return [site for site in self.sites if _is_in(site.name, idiom)]
+
+    def others_of(self, idiom: str) -> list[str]:
+        """The reasons of the softmaxes that are no attention."""
+        return [reason for name, reason in self.other_softmaxes.items() if _is_in(name, idiom)]
 
     def eager(self, args: Mapping[str, Tensor]) -> Outputs:
         return outputs_of(self.module, args)
@@ -106,6 +111,10 @@ class Exported:
         return model, {lowered.site: lowered for lowered in for_tensorrt.lower(model, self.sites).sites}
 
 
+def _is_in(name: str, idiom: str) -> bool:
+    return f"{name}.".replace("#", ".").startswith(f"idioms.{idiom}.")
+
+
 def outputs_of(module: Together, args: Mapping[str, Tensor]) -> Outputs:
     with torch.no_grad(), as_written():
         return {name: [output.numpy() for output in module.one(name, args)] for name in module.idioms}
@@ -123,7 +132,8 @@ def export(idioms: Mapping[str, Idiom], form: Form, precision: str = "fp32") -> 
     # With symbolic sizes, torch's fake tensor cache is slower than computing the outputs again.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=form == "static"):
         captured = capture(module, tuple(inputs(EXAMPLE[form]).values()), shapes, precision_named(precision))
-    return Exported(captured, canonicalize(captured.model).sites)
+    canonical = canonicalize(captured.model, captured.without_effect, captured.lost)
+    return Exported(captured, canonical.sites, canonical.other_softmaxes)
 
 
 def session_of(model: ir.Model) -> Any:
