@@ -56,6 +56,7 @@ def decomposed(
         elif node.target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
             node.target, node.args = aten.transpose.int, (*node.args, -2, -1)
         node.target = SAME.get(node.target, node.target)
+    program.graph.eliminate_dead_code()
     return program
 
 
