@@ -148,14 +148,13 @@ def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, S
     regions, is_exact = fit(scores, scores.may(seen))
     if not is_exact or not scores.may(scores.opposite(seen)).intersect(scores.may(seen)).is_empty():
         raise NotByDistance("which keys it hides depends on more than positions")
-    shown = [line for (condition, line), is_hidden in zip(cases, hidden, strict=True) if not is_hidden and
-             not scores.is_never(condition.intersect(seen))]  # fmt: skip
-    if not shown or not all(_is_close(line, shown[0]) for line in shown):
-        raise NotByDistance("it is not one line over the visible keys")
-    least = reader.counts.bounds(_at_own_key(shown[0]))[0]
+    shown = reader.common(
+        [(case.intersect(seen), line) for (case, line), h in zip(cases, hidden, strict=True) if not h]
+    )
+    least = reader.counts.bounds(_at_own_key(shown))[0]
     if any(reader.counts.bounds(line)[1] > least + NEGLIGIBLE for (_, line), h in zip(cases, hidden, strict=True) if h):
         raise NotByDistance("what it adds to hidden keys is not low enough compared to its bias")
-    slopes = np.broadcast_to(shown[0].of(Variable.KEY), heads)
+    slopes = np.broadcast_to(shown.of(Variable.KEY), heads)
     visible = Visibility(regions, frozenset(), "never", n_q, n_k)
     return visible, tuple(float(slope) for slope in slopes)
 
@@ -289,6 +288,22 @@ class _Lines(Reader):
                 f"{value.name} has biases for {size} positions and the cache has {self.counts.most}; give a smaller "
                 "cache_tokens"
             )
+
+    def common(self, cases: Cases) -> Line:
+        """The line that all cases are. A case of queries and their own keys alone has to agree only there: at a
+        distance of 0, `|key − query|` may be read with either sign.
+
+        Raises:
+            NotByDistance: there is no such line.
+        """
+        cases = self.possible(cases)
+        own = self.scores.query.eq_set(self.scores.key)
+        apart = self.possible([(case.subtract(own), line) for case, line in cases]) or cases
+        if cases and all(_is_close(line, apart[0][1]) for _, line in apart):
+            at_own, *others = (_at_own_key(line) for _, line in apart[:1] + cases)
+            if all(_is_close(line, at_own) for line in others):
+                return apart[0][1]
+        raise NotByDistance("it is not one line over the visible keys")
 
     def extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
         """The larger of two numbers, or with a sign of -1 the smaller."""

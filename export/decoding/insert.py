@@ -215,15 +215,20 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
             why = f"; what it adds to scores is not a bias by distance (ALiBi): {reason}"
     if left.is_full and not left.residue:
         raise UsageError(f"{site.name} is bidirectional: a token sees later ones, so nothing can be cached")
-    if slopes is not None:
-        band = band_of(a.node, left)
-        seen = Seen() if is_triangle(left) else _of_band(band) if band is not None else None
-        if seen is not None:
-            return replace(seen, slopes=slopes if any(slopes) else None)
+    if slopes is not None and (seen := seen_of(a.node, left)) is not None:
+        return replace(seen, slopes=slopes if any(slopes) else None)
     raise UsageError(
         f"the mask of {site.name} leaves {left.text()}; a cache needs attention to all earlier tokens, or to the last "
         f"few{why}"
     )
+
+
+def seen_of(node: ir.Node, left: Visibility) -> Seen | None:
+    """What a query sees if a canonical node's mask leaves all earlier tokens or the last few; None if it is neither."""
+    if is_triangle(left):
+        return Seen()
+    band = band_of(node, left)
+    return None if band is None else _of_band(band)
 
 
 def _of_band(band: Band) -> Seen | None:

@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from attnforge.export.graphs.sizes import Size
+
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Operators that move numbers without changing, adding or dropping any."""
 
@@ -29,8 +31,11 @@ BY_ELEMENT = frozenset((
 def dependent_on_inputs(graph: ir.Graph) -> set[ir.Value]:
     """The values that depend on the contents of a graph's inputs, and not on their shapes alone."""
     dependent = set(graph.inputs)
+    sizes = {name for value in graph.inputs for dim in value.shape or () for name in Size.of(dim).names}
     for node in graph:
-        if not is_op(node, "Shape", "Size") and not dependent.isdisjoint(node.inputs):
+        shape = input_of(node).shape if is_op(node, "Shape", "Size") else None
+        is_size = shape is not None and all(Size.of(dim).names <= sizes for dim in shape)
+        if not is_size and not dependent.isdisjoint(node.inputs):
             dependent.update(node.outputs)
     return dependent
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
-from attnforge.export.graphs.nodes import input_of, is_op, optional_input, rank_of
+from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, is_op, maker_of, optional_input, rank_of
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.masks.indices import MOVES, Index, pieces, start, variables_of
@@ -33,14 +33,8 @@ and broadcast to one another."""
 VARIABLES = (Variable.BATCH, Variable.HEAD, Variable.QUERY, Variable.KEY)
 PAIR = frozenset({Variable.QUERY, Variable.KEY})
 
-ELEMENTWISE = frozenset(
-    {
-        *("Abs", "Add", "And", "Cast", "Div", "Equal", "Exp", "Floor", "Greater", "GreaterOrEqual", "IsInf", "IsNaN"),
-        *("Less", "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Relu", "Sqrt", "Sub"),
-        *("Tanh", "Where", "Xor"),
-    }
-)
-"""Operators whose result at an index depends only on the operands at that index."""
+ELEMENTWISE = BY_ELEMENT - {"CastLike", "DequantizeLinear", "QuantizeLinear"}
+"""Operators that can be repeated on cut operands: none has scales along an axis, or an operand of another shape."""
 
 
 class NotByBlocks(Exception):
@@ -107,6 +101,14 @@ def _why_not(write: Callable[[Builder], object]) -> str | None:
     return None
 
 
+def _is_in_memory(value: ir.Value | None) -> bool:
+    """Whether a value is an input, a constant, or a slice of one."""
+    node = maker_of(value)
+    if is_op(node, "Slice"):
+        return _is_in_memory(node.inputs[0])
+    return node is None or ir.convenience.get_const_tensor(node.outputs[0]) is not None
+
+
 class _Blocks:
     """Writes values by blocks.
 
@@ -160,14 +162,10 @@ class _Blocks:
             return self.cut(self._on_four_dims(value, index))
         if node is None or ir.convenience.get_const_tensor(value) is not None:
             return self.cut(self._on_four_dims(value, index))
-        if is_op(node, *ELEMENTWISE):
-            return self._again(node, index)
-        if is_op(node, *MOVES):
-            return self._moved(node, index)
-        if is_op(node, "Trilu"):
-            return self._triangle(node, index)
-        if is_op(node, "Concat"):
-            return self._joined(node, index)
+        handlers = {"Clip": self._clipped, "Concat": self._joined, "Trilu": self._triangle}
+        handlers |= dict.fromkeys(MOVES, self._moved)
+        if node.domain == "" and (node.op_type in handlers or node.op_type in ELEMENTWISE):
+            return handlers.get(node.op_type, self._again)(node, index)
         raise NotByBlocks(f"{value.name!r} is computed for all pairs by {node.op_type}")
 
     def cut(self, value: ir.Value) -> ir.Value:
@@ -190,13 +188,22 @@ class _Blocks:
         result = self.op.op(node.op_type, operands, dict(node.attributes), metadata_props=steps)
         return self._like(result, node.outputs[0].dtype, *operands)
 
+    def _clipped(self, node: ir.Node, index: Index) -> ir.Value:
+        result, *ends = node.inputs
+        result = self.at(result, index)
+        for op_type, end in zip(("Max", "Min"), ends, strict=False):
+            if end is not None:
+                operands = result, self.at(end, ())
+                result = self._like(self.op.op(op_type, operands), node.outputs[0].dtype, *operands)
+        return result
+
     def _moved(self, node: ir.Node, index: Index) -> ir.Value:
         source = node.inputs[0]
         before = MOVES[node.op_type](self.reader, node, index)
         if before is None:
             raise NotByBlocks(f"how {node.op_type} moves {node.outputs[0].name!r} is not known")
         picks = node.op_type in ("Slice", "Gather", "GatherND")
-        if picks and source is not None and (source.producer() is None or ir.convenience.get_const_tensor(source)):
+        if picks and _is_in_memory(source):
             return self.cut(self._on_four_dims(node.outputs[0], index))  # a part of a value that is in memory
         return self.at(source, before)
 

@@ -18,8 +18,8 @@ import attnforge
 from attnforge.bundle import Decoding
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonicalize import Site, canonicalize
-from attnforge.export.decoding.distances import evenly
-from attnforge.export.decoding.insert import with_cache
+from attnforge.export.decoding.distances import NotByDistance, TooFewPositions, evenly, slopes_of
+from attnforge.export.decoding.insert import seen_of, with_cache
 from attnforge.export.graphs.execute import in_float64
 from attnforge.export.lowering.attention import Seen
 from attnforge.export.lowering.onnxruntime import lower
@@ -28,6 +28,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
+from tests.support.random_biases import FLAWS, RandomBias
 
 WIDTH, HEADS, SHARED, WORDS, LONGEST = 32, 4, 2, 40, 64
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
@@ -286,6 +287,27 @@ def test_even_low_bit_tables() -> None:
     table = (-slopes * distance).astype(np.float16).astype(np.float64)
     table[3, 1] *= 1.01  # far below the rounding error of the largest numbers
     assert evenly(table, 2.0**-10) is None
+
+
+# --- random biases ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_bias_by_distance_is_found(seed: int) -> None:
+    bias = RandomBias.draw(seed)
+    left, slopes = slopes_of(bias.node, "tokens", bias.capacity)
+    assert seen_of(bias.node, left) == Seen(bias.window)
+    np.testing.assert_allclose(slopes, bias.slopes, rtol=1e-6 if bias.dtype == ir.DataType.FLOAT else 4e-3)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_near_miss_is_refused(seed: int) -> None:
+    bias = RandomBias.draw(seed, FLAWS[seed % len(FLAWS)])
+    try:
+        left, _ = slopes_of(bias.node, "tokens", bias.capacity)
+    except (NotByDistance, TooFewPositions):
+        return
+    assert seen_of(bias.node, left) is None
 
 
 # --- forms and backends -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from attnforge.export.graphs.build import Builder, constant, dims_of, typed
 from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.masks.at_blocks import NotByBlocks, mask_at_blocks, why_not_by_blocks
 from attnforge.export.masks.visibility import visibility
-from tests.support.random_graphs import INT64, Drawn, Graph
+from tests.support.random_graphs import FLOAT, INT64, Drawn, Graph
 from tests.support.random_masks import RandomMask, drawn_mask, outputs_of
 
 T = TypeVar("T")
@@ -133,6 +133,25 @@ def test_blocks_that_are_numbered_and_repeated() -> None:
     inputs[str(first.name)] = np.array([5])
     program = RandomMask(g.model(mask), node, mask, inputs, {}, 12, 12)
     assert visibility(node).text() == "blocks of 4, −∞ … 0"
+    check(program, Piece(slice(3, 10), slice(1, 9)))
+    check(program, Blocks(np.array([[0, 1, 2], [7, 3, 1], [11, 0, 8]]), 12, 12))
+
+
+def test_a_clamped_distance_and_a_slice_of_a_slice_of_a_constant() -> None:
+    g, size, tokens = Graph(Never()), Size(20), Size(1, ("tokens",))
+    query = g.input("query", [Size(2), Size(2), tokens, Size(2)])
+    length, zero = g.squeeze(g._size(tokens), [0]), g.constant(np.int64(0), INT64)
+    positions = g.op("Range", [zero, length, g.constant(np.int64(1), INT64)], [tokens], INT64)
+    apart = g.binary("Sub", positions, g.unsqueeze(positions, [1]))
+    ends = [g.constant(np.int64(n), INT64) for n in (-4, 2)]
+    clamped = g.cast(g.op("Clip", [apart, *ends], [tokens, tokens]), FLOAT)
+    table = g.constant(np.random.default_rng(0).standard_normal((20, 20)))
+    for axis, dims in enumerate(([tokens, size], [tokens, tokens])):
+        table = g.op("Slice", [table, g.ints(0), g.unsqueeze(length, [0]), g.ints(axis)], dims)
+    mask = g.unsqueeze(g.binary("Add", clamped, table), [0, 1])
+    node = ir.node("Attention", [query, query, query, mask], {"scale": 1.0})
+    inputs: dict[str, Array] = {str(query.name): np.zeros([2, 2, 12, 2], np.float32)}
+    program = RandomMask(g.model(mask), node, mask, inputs, {"tokens": 12}, 12, 12)
     check(program, Piece(slice(3, 10), slice(1, 9)))
     check(program, Blocks(np.array([[0, 1, 2], [7, 3, 1], [11, 0, 8]]), 12, 12))
 
