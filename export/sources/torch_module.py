@@ -21,6 +21,7 @@ from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
+from attnforge.export.graphs.nodes import is_op
 from attnforge.export.sources.constants import computed_by_torch
 from attnforge.export.sources.decomposing import decomposed
 from attnforge.export.sources.onnx_check import check_certain
@@ -41,6 +42,9 @@ from attnforge.runtime.backends.eager import (
 )
 
 DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
+
+RECURRENT = ("GRU", "LSTM", "RNN")
+"""Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
 
 
 @dataclass
@@ -146,6 +150,9 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     computed_by_torch(program)
     repair(model)
     share_weights(model)
+    if any(is_op(node, *RECURRENT) for node in model.graph):
+        for dim in (dim for declared in dims.values() for dim in declared if isinstance(dim, DimSpec)):
+            dim.min = dim.min or dim.factor
     for value, name in zip(model.graph.inputs, names, strict=True):
         _check_symbolic(value, dims[name])
     inputs = [

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import attnforge
 from attnforge.bundle import Bundle
-from attnforge.errors import CaptureError, UsageError, WrongError
+from attnforge.errors import CaptureError, InputError, UsageError, WrongError
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.diagnosis.findings import another_reference
 from attnforge.runtime.parity.metrics import accuracy
@@ -192,10 +192,13 @@ class Recurrent(nn.Module):
 
 
 def test_sizes_after_a_recurrent_layer_stay_dynamic(tmp_path: Path) -> None:
-    shapes = {"x": {1: torch.export.Dim("tokens", min=2, max=32)}}
-    args = (torch.randn(1, TOKENS, DIM),)
+    shapes = {"x": {0: torch.export.Dim("batch", max=4), 1: torch.export.Dim("tokens", min=2, max=32)}}
+    args = (torch.randn(2, TOKENS, DIM),)
     bundle = attnforge.deploy(Recurrent().eval(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
-    assert bundle.manifest.outputs[0].dims == [1, *bundle.manifest.inputs[0].dims[1:]]
+    session = attnforge.load(bundle.path, "onnxruntime-cpu")
+    with pytest.raises(InputError, match="1 to 4"):  # ONNX Runtime's recurrent operators end the process
+        session.run({"x": torch.zeros(0, TOKENS, DIM)})
+    assert bundle.manifest.outputs[0].dims == bundle.manifest.inputs[0].dims
 
 
 def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Path) -> None:
