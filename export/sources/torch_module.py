@@ -22,9 +22,8 @@ from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
 from attnforge.export.graphs.nodes import is_op
-from attnforge.export.sources.constants import computed_by_torch
-from attnforge.export.sources.decomposing import decomposed
 from attnforge.export.sources.onnx_check import check_certain
+from attnforge.export.sources.programs import computed_by_torch, decomposed
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
