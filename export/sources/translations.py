@@ -1,4 +1,4 @@
-"""ONNX functions for forms of torch operators that torch's exporter refuses."""
+"""ONNX functions for torch operators, in place of those of torch's exporter."""
 
 from __future__ import annotations
 
@@ -60,6 +60,54 @@ def attention(
     return op.Squeeze(_attention([op.Unsqueeze(x.value, missing) for x in operands], mask, scale, is_causal), missing)
 
 
+def unflatten(self: Any, dim: int, sizes: Sequence[Any]) -> Any:
+    """`unflatten` of an axis of a tensor as a Reshape. The exporter's functions for this and for :func:`flatten` read
+    the tensor's whole shape, which keeps it in memory and hides which dims stay.
+
+    Args:
+        self: `(…, n, …)`.
+        dim: the axis of size n.
+        sizes: numbers or scalars whose product is n; one number may be -1.
+    """
+    x = _Tensor.of(self)
+    axis = dim % len(x.dims)
+    known = prod(size for size in sizes if isinstance(size, int) and size != -1)
+    rest = x.dims[axis] // known if isinstance(x.dims[axis], int) and known else -1
+    return _reshaped(x, axis, [rest if size == -1 else size for size in sizes], axis + 1)
+
+
+def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """`flatten` of some axes of a tensor as a Reshape."""
+    x = _Tensor.of(self)
+    if not x.dims:
+        return op.Reshape(self, op.Constant(value_ints=[1]))
+    first, last = start_dim % len(x.dims), end_dim % len(x.dims)
+    merged: Any = prod(dim for dim in x.dims[first : last + 1] if isinstance(dim, int))
+    for axis in range(first, last + 1):
+        if not isinstance(x.dims[axis], int):
+            size = x.size(axis)
+            merged = size if merged == 1 else op.Mul(size, _sizes([merged]) if isinstance(merged, int) else merged)
+    return _reshaped(x, first, [merged], last + 1)
+
+
+def _reshaped(x: _Tensor, before: int, sizes: Sequence[Any], after: int) -> Any:
+    """A tensor with other sizes, numbers or tensors of one, in place of the axes from `before` to `after`."""
+    ends = [*sizes, *(x.size(axis, as_number=True) for axis in range(after, len(x.dims)))]
+    if all(isinstance(size, int) and size for size in ends):
+        return op.Reshape(x.value, _sizes([0] * before + ends))  # a size of 0 is that of the tensor
+    starts = [x.size(axis, as_number=True) for axis in range(before)]
+    return op.Reshape(x.value, _sizes(starts + ends), allowzero=True)
+
+
+def _sizes(sizes: Sequence[Any]) -> Any:
+    """A shape of numbers and tensors of one."""
+    if all(isinstance(size, int) for size in sizes):
+        return op.Constant(value_ints=list(sizes))
+    one = op.Constant(value_ints=[1])
+    parts = [op.Constant(value_ints=[size]) if isinstance(size, int) else op.Reshape(size, one) for size in sizes]
+    return op.Concat(*parts, axis=0)
+
+
 def _attention(operands: Sequence[Any], mask: Any, scale: float | None, is_causal: bool) -> Any:
     result, *_ = op.Attention(*operands, attn_mask=mask, scale=scale, is_causal=is_causal)
     return result
@@ -75,9 +123,11 @@ class _Tensor(NamedTuple):
     def of(cls, value: Any) -> _Tensor:
         return cls(value, list(value.shape))
 
-    def size(self, axis: int) -> Any:
-        """The size of an axis, `(1,)`."""
+    def size(self, axis: int, *, as_number: bool = False) -> Any:
+        """The size of an axis, `(1,)`, or if `as_number`, a number where it is static."""
         dim, axis = self.dims[axis], axis % len(self.dims)
+        if as_number and isinstance(dim, int):
+            return dim
         return op.Constant(value_ints=[dim]) if isinstance(dim, int) else op.Shape(self.value, start=axis, end=axis + 1)
 
 
@@ -108,5 +158,7 @@ def _merged(x: _Tensor) -> Any:
 
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
+    torch.ops.aten.flatten.using_ints: flatten,
+    torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

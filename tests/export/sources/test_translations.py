@@ -1,7 +1,8 @@
-"""`scaled_dot_product_attention` on any number of dims, and with dims that broadcast."""
+"""`scaled_dot_product_attention` on any number of dims and with dims that broadcast, `flatten` and `unflatten`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,38 @@ def test_grouped_key_heads(leading: Shape) -> None:
     query, key, value = (torch.randn(*leading, heads, QUERIES if heads == 4 else KEYS, 16) for heads in (4, 2, 2))
     form = check(Attend(enable_gqa=True), [query, key, value], False)
     assert form is not None and "key heads 2" in form
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads apart": lambda x: torch.unflatten(x, -1, (4, 8)),
+    "the rest": lambda x: torch.unflatten(x, -1, (4, -1)),
+    "in the middle": lambda x: torch.unflatten(x, 2, (-1, 3)),
+    "a size of the input": lambda x: torch.unflatten(torch.unflatten(x, 2, (2, 3)), 0, (1, x.shape[0])),
+    "all": lambda x: x.flatten(),
+    "samples and tokens": lambda x: x.flatten(0, 1),
+    "tokens and columns": lambda x: x.flatten(1, 2),
+    "static ones": lambda x: x.flatten(-2),
+    "one": lambda x: x.flatten(1, 1),
+    "tokens, as the first": lambda x: x.transpose(0, 1).flatten(1, 2),
+    "a number": lambda x: x.sum().flatten(),
+}
+
+
+class View(nn.Module):
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(x) * 2
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_at_any_sizes(name: str) -> None:
+    shapes = {"x": {0: Dim("batch", max=4), 1: Dim("tokens", max=64)}}
+    captured = capture(View(VIEWS[name]).eval(), (torch.randn(2, 5, 6, 32),), shapes, PRECISIONS["fp32"])
+    session = session_of(captured.model)
+    for sizes in ((2, 5), (3, 7), (1, 1), (0, 5), (3, 0), (0, 0)):
+        x = torch.randn(*sizes, 6, 32)
+        (got,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), VIEWS[name](x) * 2, rtol=1e-5, atol=1e-5)
