@@ -183,7 +183,7 @@ COLUMNS: Columns = {
     "right": lambda release: sum(release["right"].values()),
     "wrong": lambda release: len(release["wrong"]),
     "forms with a wrong or refused case": lambda release: (
-        ", ".join(sorted({text.partition(" of ")[0] for text in release["wrong"]})) or "none"
+        "; ".join(sorted({text.partition(" of ")[0] for text in release["wrong"]})) or "none"
     ),
 }
 

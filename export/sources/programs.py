@@ -34,6 +34,7 @@ ASSERTIONS = frozenset({
 SAME: Mapping[OpOverload, OpOverload] = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.broadcast_to.default: aten.expand.default,
     aten.detach_.default: aten.detach.default,
     aten.max.other: aten.maximum.default,
     aten.min.other: aten.minimum.default,
@@ -42,6 +43,13 @@ SAME: Mapping[OpOverload, OpOverload] = {
 
 CASTS: Mapping[OpOverload, int] = {aten.to.dtype: 1, aten.to.device: 2, aten.to.dtype_layout: 1}
 """Operators that cast, and the position of the dtype in their arguments."""
+
+LEFT_TO_TORCH = frozenset({
+    aten.chunk.default, aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default,
+    aten.resolve_neg.default, aten.native_batch_norm.default, aten.sym_storage_offset.default,
+})  # fmt: skip
+"""Operators that torch decomposes although they have ONNX functions, which are wrong (`narrow` from the end, `chunk`
+into fewer parts than asked for) or untested."""
 
 CLOSE = 1e-3
 """The largest difference, relative and absolute, between two results of the same operators."""
@@ -79,11 +87,11 @@ def decomposed(
 
 def _has_function(node: Node, known: Collection[object]) -> bool:
     target = node.target
-    if not isinstance(target, OpOverload):
-        return not isinstance(target, HigherOrderOperator)
     if target in SAME or target in CASTS or target == aten.mT.default:
         return True
-    return target in known and not target._schema.is_mutable
+    if target not in known or target in LEFT_TO_TORCH or isinstance(target, HigherOrderOperator):
+        return False
+    return not isinstance(target, OpOverload) or not target._schema.is_mutable
 
 
 # --- constants --------------------------------------------------------------------------------------------------------

@@ -71,9 +71,22 @@ def unflatten(self: Any, dim: int, sizes: Sequence[Any]) -> Any:
     """
     x = _Tensor.of(self)
     axis = dim % len(x.dims)
-    known = prod(size for size in sizes if isinstance(size, int) and size != -1)
-    rest = x.dims[axis] // known if isinstance(x.dims[axis], int) and known else -1
-    return _reshaped(x, axis, [rest if size == -1 else size for size in sizes], axis + 1)
+    if -1 in sizes:
+        rest: Any = x.size(axis, as_number=True)
+        for size in (size for size in sizes if size != -1):
+            rest = rest // size if isinstance(rest, int) and isinstance(size, int) else op.Div(*map(_one, (rest, size)))
+        sizes = [rest if size == -1 else size for size in sizes]
+    return _reshaped(x, axis, sizes, axis + 1)
+
+
+def reshape(self: Any, shape: Sequence[Any]) -> Any:
+    """`reshape` as a Reshape in which a size of 0 is one, and not that of the tensor.
+
+    Args:
+        self: the tensor.
+        shape: numbers or scalars; one number may be -1.
+    """
+    return op.Reshape(self, _sizes(shape), allowzero=True)
 
 
 def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -86,7 +99,7 @@ def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     for axis in range(first, last + 1):
         if not isinstance(x.dims[axis], int):
             size = x.size(axis)
-            merged = size if merged == 1 else op.Mul(size, _sizes([merged]) if isinstance(merged, int) else merged)
+            merged = op.Mul(size, _one(merged))
     return _reshaped(x, first, [merged], last + 1)
 
 
@@ -103,9 +116,12 @@ def _sizes(sizes: Sequence[Any]) -> Any:
     """A shape of numbers and tensors of one."""
     if all(isinstance(size, int) for size in sizes):
         return op.Constant(value_ints=list(sizes))
-    one = op.Constant(value_ints=[1])
-    parts = [op.Constant(value_ints=[size]) if isinstance(size, int) else op.Reshape(size, one) for size in sizes]
-    return op.Concat(*parts, axis=0)
+    return op.Concat(*map(_one, sizes), axis=0)
+
+
+def _one(size: Any) -> Any:
+    """A number, a scalar or a tensor of one as `(1,)`."""
+    return op.Constant(value_ints=[size]) if isinstance(size, int) else op.Reshape(size, op.Constant(value_ints=[1]))
 
 
 def _attention(operands: Sequence[Any], mask: Any, scale: float | None, is_causal: bool) -> Any:
@@ -159,6 +175,7 @@ def _merged(x: _Tensor) -> Any:
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.flatten.using_ints: flatten,
+    torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

@@ -155,7 +155,7 @@ FOREIGN = (
 )
 NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
 LEAST = {"onnxruntime": (1, 28), "openvino": (2026, 3)}
-"""The first release of a library that computes every form of attention correctly: `python -m benchmarks run matrix`."""
+"""The first release of a library that computes attention correctly: `python -m benchmarks run matrix`."""
 WRONG = "{} {} computes some forms of attention wrongly; install {}.{} or later"
 UNSUPPORTED = "{} {} does not support this GPU: its compute capability is {}, and the supported ones are {}"
 
