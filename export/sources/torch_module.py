@@ -6,7 +6,7 @@ import gc
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -14,7 +14,6 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-import torch._dynamo.config
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -122,7 +121,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with quiet(), torch.no_grad(), as_written(), _fast_exporter(), _for_recurrent(copied):
+    with quiet(), torch.no_grad(), as_written(), _fast_exporter():
         answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision))]
         with counted(copied) as ran:
             answers.append(outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)))
@@ -168,14 +167,6 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
         model, copied, cast, inputs, outputs, precision, exported,
         without_effect=missing(ran, used | kept), lost=missing(used, kept),
     )  # fmt: skip
-
-
-def _for_recurrent(module: nn.Module) -> AbstractContextManager[None]:
-    """Torch's cache of fake tensors gives a second recurrent layer the symbolic sizes of the first."""
-    if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        return nullcontext()
-    patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    return patched
 
 
 @contextmanager

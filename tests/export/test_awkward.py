@@ -19,6 +19,9 @@ from attnforge.bundle import Bundle
 from attnforge.errors import CaptureError, InputError, UsageError, WrongError
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.diagnosis.findings import another_reference
+from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import precision_named
 from attnforge.runtime.parity.metrics import accuracy
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
@@ -199,6 +202,26 @@ def test_sizes_after_a_recurrent_layer_stay_dynamic(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 to 4"):  # ONNX Runtime's recurrent operators end the process
         session.run({"x": torch.zeros(0, TOKENS, DIM)})
     assert bundle.manifest.outputs[0].dims == bundle.manifest.inputs[0].dims
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recur = nn.LSTM(DIM, DIM, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor
+        result = self.recur(x)[0] + self.recur(x.flip(1))[0]
+        return result
+
+
+def test_sizes_after_two_recurrent_layers_stay_dynamic() -> None:
+    module = Twice().eval()
+    shapes = {"x": {0: torch.export.Dim("batch", max=4), 1: torch.export.Dim("tokens", max=64)}}
+    captured = capture(module, (torch.randn(2, 5, DIM),), shapes, precision_named("fp32"))
+    x = torch.randn(3, 7, DIM)
+    (got,) = as_it_is(captured.model)({"x": x.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
 
 
 def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Path) -> None:
