@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.export.graphs.attention_operators import READERS
-from attnforge.export.graphs.nodes import dependent_on_inputs, is_op, scope_of
+from attnforge.export.graphs.nodes import is_op, scope_of
 
 _COUNTED = ("softmax", "scaled_dot_product", "multi_head_attention", "flex_attention")
 """Parts of the names of torch's operators that compute a softmax or attention."""
@@ -79,12 +79,9 @@ def in_program(program: ExportedProgram) -> Counter[str]:
 
 
 def in_graph(graph: ir.Graph) -> Counter[str]:
-    """The submodules of the softmaxes and attention operators of an exported graph that depend on its inputs."""
-    computed = dependent_on_inputs(graph)
+    """The submodules of the softmaxes and attention operators of an exported graph."""
     return Counter(
-        str(scope_of(node))
-        for node in graph
-        if (is_op(node, "Softmax") or (node.domain, node.op_type) in READERS) and node.outputs[0] in computed
+        str(scope_of(node)) for node in graph if is_op(node, "Softmax") or (node.domain, node.op_type) in READERS
     )
 
 
