@@ -74,7 +74,7 @@ def _noted(contender: Contender, what: str) -> Iterator[None]:
 def _subjects(
     experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case
 ) -> Iterator[tuple[Contender, alone.RunRequest]]:
-    """Yield the contenders to measure, each with the order for its process; a contender that no process can run gets a
+    """Yield the contenders to measure, each with the request to its process; a contender that no process can run gets a
     note with the reason."""
     for entry, contender in pairs:
         peer, bundle = entry.peer, entry.job.bundle

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +31,12 @@ from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.cut import cut_of
 from attnforge.export.lowering.forms import Candidate
-from attnforge.export.lowering.tuning import ONNX_RUNTIME, Library, workloads
+from attnforge.export.lowering.tuning import ONNX_RUNTIME, Library, disagreement, workloads
 from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import MODELS, build_model
-from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.registry import too_old
 from attnforge.runtime.cases import sizes_at
-from attnforge.runtime.parity.budget import relative_error
 from benchmarks.child import run
 from benchmarks.experiment import Columns, Experiment, named, table_of, where
 from tests.support import mask_idioms
@@ -160,7 +159,7 @@ def all_forms(package: str, folder: Path) -> dict[str, Any]:
         right[about["form"]] = right.get(about["form"], 0) + (why is None)
         if why is not None:
             wrong[f"{about['form']} of {about['site']}"] = why
-    return {"version": __import__(package).__version__, "right": right, "wrong": wrong}
+    return {"version": import_module(package).__version__, "right": right, "wrong": wrong}
 
 
 def problem(
@@ -171,11 +170,7 @@ def problem(
         got = library.read(library.open(model, feeds)())
     except Exception as error:  # a library that refuses a graph is a result
         return f"refused: {first_line(error)}"
-    if got.shape != expected.shape or not np.array_equal(np.isnan(got), np.isnan(expected)):
-        return "it differs in fully masked rows"
-    finite = np.isfinite(expected)
-    off = relative_error(got[finite].astype(np.float64), expected[finite])
-    return f"an error of {scientific(off)}" if off > tolerance else None
+    return disagreement(got, expected, tolerance, "float64")
 
 
 COLUMNS: Columns = {

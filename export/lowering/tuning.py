@@ -259,7 +259,7 @@ def agreeing(
             dropped[candidate.form] = f"{library} refuses it: {first_line(error)}"
             continue
         expected = output if expected is None else expected
-        if reason := _disagreement(output, expected, candidate.tolerance, candidates[0].form):
+        if reason := disagreement(output, expected, candidate.tolerance, candidates[0].form):
             dropped[candidate.form] = reason
         else:
             runs[candidate.form] = run
@@ -274,7 +274,7 @@ def _fastest(measured: Mapping[str, float], without_scores: Sequence[str], ruled
     return ruled if ruled in preferred else min(preferred, key=lambda form: measured[form])
 
 
-def _disagreement(output: Array, expected: Array, tolerance: float, plain: str) -> str | None:
+def disagreement(output: Array, expected: Array, tolerance: float, plain: str) -> str | None:
     """The difference between an output and that of the plain form, as text; None if rounding explains it."""
     lost, without = (np.where(np.isfinite(array), 0, array) for array in (output, expected))
     if not np.array_equal(lost, without, equal_nan=True):
