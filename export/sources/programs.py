@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -45,11 +45,11 @@ CASTS: Mapping[OpOverload, int] = {aten.to.dtype: 1, aten.to.device: 2, aten.to.
 """Operators that cast, and the position of the dtype in their arguments."""
 
 LEFT_TO_TORCH = frozenset({
-    aten.chunk.default, aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default,
-    aten.resolve_neg.default, aten.native_batch_norm.default, aten.sym_storage_offset.default,
+    aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default, aten.resolve_neg.default,
+    aten.native_batch_norm.default, aten.sym_storage_offset.default,
 })  # fmt: skip
-"""Operators that torch decomposes although they have ONNX functions, which are wrong (`narrow` from the end, `chunk`
-into fewer parts than asked for) or untested."""
+"""Operators that torch decomposes although they have ONNX functions, which are wrong (`narrow` from the end) or
+untested."""
 
 CLOSE = 1e-3
 """The largest difference, relative and absolute, between two results of the same operators."""
@@ -80,6 +80,12 @@ def decomposed(
             node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
         elif node.target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
             node.target, node.args = aten.transpose.int, (*node.args, -2, -1)
+        elif node.target == aten.numpy_T.default:
+            axes = range(node.meta["val"].dim())
+            node.target, node.args = aten.permute.default, (*node.args, [*reversed(axes)])
+        elif node.target == aten.chunk.default:  # the exporter's returns as many parts as asked for, some of them empty
+            size, dim = _chunk(node)
+            node.target, node.args, node.kwargs = aten.split.Tensor, (node.args[0], size, dim), {}
         node.target = SAME.get(node.target, node.target)
     program.graph.eliminate_dead_code()
     return program
@@ -87,11 +93,38 @@ def decomposed(
 
 def _has_function(node: Node, known: Collection[object]) -> bool:
     target = node.target
-    if target in SAME or target in CASTS or target == aten.mT.default:
+    if target in SAME or target in CASTS or target in (aten.mT.default, aten.numpy_T.default):
         return True
+    if target == aten.chunk.default:
+        return isinstance(_chunk(node)[0], int)
     if target not in known or target in LEFT_TO_TORCH or isinstance(target, HigherOrderOperator):
         return False
     return not isinstance(target, OpOverload) or not target._schema.is_mutable
+
+
+def _chunk(node: Node) -> tuple[int | SymInt, int]:
+    """The size of the parts that `chunk` returns, and the dim that it divides."""
+    dim: Any = node.kwargs.get("dim", (*node.args, 0)[2])
+    return node.meta["val"][0].shape[dim], dim
+
+
+def promoted(run_node: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
+    """Return what runs a node in torch's pass that casts operands of several dtypes to one: the nodes that the pass has
+    no rule for have their values already.
+
+    Args:
+        run_node: torch's own method of its interpreter.
+    """
+
+    def run(interpreter: Any, node: Node) -> Any:
+        has_rule = isinstance(node.target, OpOverload) and (
+            interpreter.type_promotion_table.get_rule(node.target.overloadpacket) is not None
+        )
+        if node.op == "call_function" and not has_rule and "val" in node.meta:
+            return node.meta["val"]
+        return run_node(interpreter, node)
+
+    return run
 
 
 # --- constants --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from attnforge.errors import CaptureError, first_line
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
 from attnforge.export.graphs.nodes import is_op
 from attnforge.export.sources.onnx_check import check_certain
-from attnforge.export.sources.programs import computed_by_torch, decomposed
+from attnforge.export.sources.programs import computed_by_torch, decomposed, promoted
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
@@ -171,27 +171,31 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
 
 @contextmanager
 def _fast_exporter() -> Iterator[None]:
-    """Spare torch's exporter two kinds of work that take three quarters of a small export: building its table of ONNX
-    functions for each export, and decomposing programs that have nothing to decompose.
+    """Spare torch's exporter three kinds of work that take most of a small export: building its table of ONNX functions
+    for each export, decomposing programs that have nothing to decompose, and tracing all operators once more to find
+    the few whose operands are of several dtypes.
 
-    Both are private to torch. With a version that has them elsewhere, this has no effect.
+    All are private to torch. With a version that has them elsewhere, this has no effect.
     """
     try:
         from torch.onnx._internal.exporter import _fx_passes
         from torch.onnx._internal.exporter._registration import ONNXRegistry
+        from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
 
-        table, decompose = vars(ONNXRegistry)["from_torchlib"], _fx_passes.decompose_with_registry
+        torchs = [vars(ONNXRegistry)["from_torchlib"], _fx_passes.decompose_with_registry, vars(Promotion)["run_node"]]
     except (AttributeError, ImportError, KeyError):
         yield
         return
+    places = [(ONNXRegistry, "from_torchlib"), (_fx_passes, "decompose_with_registry"), (Promotion, "run_node")]
+    _, decompose, run_node = torchs
     kept = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
-    ONNXRegistry.from_torchlib = kept  # type: ignore[method-assign]
-    _fx_passes.decompose_with_registry = partial(decomposed, decompose)
+    for place, ours in zip(places, [kept, partial(decomposed, decompose), promoted(run_node)], strict=True):
+        setattr(*place, ours)
     try:
         yield
     finally:
-        ONNXRegistry.from_torchlib = table  # type: ignore[method-assign]
-        _fx_passes.decompose_with_registry = decompose
+        for place, theirs in zip(places, torchs, strict=True):
+            setattr(*place, theirs)
 
 
 def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:

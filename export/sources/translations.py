@@ -103,6 +103,16 @@ def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _reshaped(x, first, [merged], last + 1)
 
 
+def rsub(self: Any, other: float, alpha: float = 1) -> Any:
+    """`other - alpha * self`. Torch decomposes it to a difference that its exporter refuses if self is of integers and
+    other is not."""
+    if isinstance(other, float) and self.dtype.is_integer():
+        self = op.Cast(self, to=ir.DataType.FLOAT)
+    if alpha != 1:
+        self = op.Mul(self, op.CastLike(alpha, self))
+    return op.Sub(op.CastLike(other, self), self)
+
+
 def _reshaped(x: _Tensor, before: int, sizes: Sequence[Any], after: int) -> Any:
     """A tensor with other sizes, numbers or tensors of one, in place of the axes from `before` to `after`."""
     ends = [*sizes, *(x.size(axis, as_number=True) for axis in range(after, len(x.dims)))]
@@ -176,6 +186,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.flatten.using_ints: flatten,
     torch.ops.aten.reshape.default: reshape,
+    torch.ops.aten.rsub.Scalar: rsub,
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

@@ -26,12 +26,25 @@ class Renamed(nn.Module):
         seen = (x > 0) & (x < 1) | (x < -1)
         offset = torch.tensor([0.5, -0.5]).mean()  # a constant that torch detaches
         low, high = torch.min(x, x.roll(1, -1)), torch.max(x, offset)
-        return seen.mT.to(torch.int64), low.mT, high.to(torch.float64).to("cpu"), unused[:0].to(x)
+        fewer = x.chunk(5, dim=-1)  # four parts of two
+        (whole,) = torch.chunk(x, chunks=1, dim=2)
+        turned = (1.5 - torch.arange(5)).T, torch.rsub(seen.long(), 2.5), torch.rsub(x, 1, alpha=2).flatten(1).T
+        casts = seen.mT.to(torch.int64), high.to(torch.float64).to("cpu"), unused[:0].to(x)
+        return low.mT, *casts, *fewer, whole, *turned
+
+
+class Promoted(nn.Module):
+    """Operands of several dtypes, products among them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        count = (x > 0).sum(-1, keepdim=True)
+        scores = x.sign() @ x.sign().mT  # whole numbers, which no order of addition rounds
+        return count * x, count / 3, scores + scores.to(torch.float64), x > count, x * 2, torch.where(x > 0, x, 1)
 
 
 class Decomposed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.rsub(x, 1)
+        return torch.nan_to_num(x)
 
 
 def refuse(*_: Any) -> Any:
@@ -40,11 +53,19 @@ def refuse(*_: Any) -> Any:
 
 def test_what_has_functions_is_not_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", refuse)
+    check(Renamed())
+
+
+def test_operands_of_several_dtypes_are_cast_as_torch_does() -> None:
+    check(Promoted())
+
+
+def check(module: nn.Module) -> None:
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    captured = capture(Renamed().eval(), (x,), SHAPES, precision_named("fp32"))
+    captured = capture(module.eval(), (x,), SHAPES, precision_named("fp32"))
     other = torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(1))
     got = as_it_is(captured.model)({"x": other.numpy()}).values()
-    for array, expected in zip(got, Renamed()(other), strict=True):
+    for array, expected in zip(got, module(other), strict=True):
         torch.testing.assert_close(torch.from_numpy(array), expected, rtol=0, atol=0)
 
 
