@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,46 @@ from attnforge.bundle import MANIFEST, Bundle
 
 SOURCE = Path(__file__).parents[1] / "support" / "reference_target"
 
-COMMANDS = """
-import json, sys
-from attnforge.cli import main
+Attnforge = Callable[..., tuple[list[tuple[int, str]], str]]
 
-for words in json.loads(sys.argv.pop(1)):
-    print("\\n###", flush=True)
-    try:
-        sys.argv[1:] = words
-        main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-    print("\\n#exit", code or 0, flush=True)
+COMMANDS = """
+import json, os, sys
+import torch
+import onnx.reference, onnxruntime, openvino, typer
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import precision_named
+
+torch.set_num_threads(1)
+capture(torch.nn.Linear(2, 2), (torch.ones(1, 2),), None, precision_named("fp32"))
+
+
+def run(site, commands):
+    sys.path.insert(0, site)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+    from attnforge.cli import main
+
+    for words in commands:
+        print("\\n###", flush=True)
+        try:
+            sys.argv[1:] = words
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        print("\\n#exit", code or 0, flush=True)
+
+
+for line in sys.stdin:
+    site, files, commands = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, file in enumerate(files, start=1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        run(site, commands)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
 """
+"""Loads what takes commands most of their time, but no target, and runs each list of commands in a copy of itself."""
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +67,40 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def attnforge(site: Path, *commands: list[str]) -> tuple[list[tuple[int, str]], str]:
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[subprocess.Popen[str]]:
+    """A process that runs :data:`COMMANDS`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMANDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def attnforge(loaded: subprocess.Popen[str], tmp_path: Path) -> Attnforge:
     """Run commands in one process that has the packages in `site`; returns the exit code and the output of each, and
     standard error."""
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results = []
-    for part in done.stdout.split("\n###\n")[1:]:
-        output, _, code = part.rpartition("\n#exit ")
-        results.append((int(code), output))
-    return results, done.stderr
+
+    def run(site: Path, *commands: list[str]) -> tuple[list[tuple[int, str]], str]:
+        files = [tmp_path / "stdout", tmp_path / "stderr"]
+        assert loaded.stdin is not None and loaded.stdout is not None
+        for file in files:
+            file.unlink(missing_ok=True)
+        print(json.dumps([str(site), list(map(str, files)), commands]), file=loaded.stdin, flush=True)
+        status = loaded.stdout.readline()
+        output, errors = (file.read_text(encoding="utf-8") for file in files)
+        assert status == "0\n", errors
+        results = []
+        for part in output.split("\n###\n")[1:]:
+            printed, _, code = part.rpartition("\n#exit ")
+            results.append((int(code), printed))
+        return results, errors
+
+    return run
 
 
-def test_every_command_knows_a_target_of_another_package(site: Path, tmp_path: Path) -> None:
+def test_every_command_knows_a_target_of_another_package(attnforge: Attnforge, site: Path, tmp_path: Path) -> None:
     bundle = str(tmp_path / "b")
     deploy = ["deploy", "self-attention", "--no-tune", "--target", "onnx-reference"]
     results, _ = attnforge(
@@ -85,7 +128,9 @@ def test_every_command_knows_a_target_of_another_package(site: Path, tmp_path: P
     assert diagnosed[0] == 0
 
 
-def test_a_wrong_answer_of_a_target_of_another_package_is_found(site: Path, tmp_path: Path) -> None:
+def test_a_wrong_answer_of_a_target_of_another_package_is_found(
+    attnforge: Attnforge, site: Path, tmp_path: Path
+) -> None:
     wrong = shutil.copytree(site, tmp_path / "wrong")
     file = wrong / "attnforge_reference_target.py"
     text = file.read_text(encoding="utf-8").replace(
@@ -116,7 +161,7 @@ def test_a_wrong_answer_of_a_target_of_another_package_is_found(site: Path, tmp_
     ],
 )  # fmt: skip
 def test_a_target_of_another_package_that_fails_is_one_line(
-    site: Path, tmp_path: Path, change: tuple[str, str], message: str
+    attnforge: Attnforge, site: Path, tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
     """Named, its failure is that of the command; otherwise deploy leaves it out, with none of its files."""
     broken = shutil.copytree(site, tmp_path / "broken")
@@ -139,7 +184,9 @@ def test_a_target_of_another_package_that_fails_is_one_line(
         assert not (Path(unnamed) / "targets" / "onnx-reference").exists()
 
 
-def test_a_backend_that_cannot_open_its_file_is_skipped_unless_it_was_named(site: Path, tmp_path: Path) -> None:
+def test_a_backend_that_cannot_open_its_file_is_skipped_unless_it_was_named(
+    attnforge: Attnforge, site: Path, tmp_path: Path
+) -> None:
     """As a plan is that this GPU or driver does not load."""
     bundle, closed = str(tmp_path / "b"), shutil.copytree(site, tmp_path / "closed")
     targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
@@ -154,7 +201,9 @@ def test_a_backend_that_cannot_open_its_file_is_skipped_unless_it_was_named(site
     assert results[1][0] == 1 and "onnx-reference cannot open" in errors
 
 
-def test_a_backend_whose_run_fails_does_not_end_the_others_unless_it_was_named(site: Path, tmp_path: Path) -> None:
+def test_a_backend_whose_run_fails_does_not_end_the_others_unless_it_was_named(
+    attnforge: Attnforge, site: Path, tmp_path: Path
+) -> None:
     bundle, failing, page = (
         str(tmp_path / "b"),
         shutil.copytree(site, tmp_path / "failing"),
@@ -181,7 +230,7 @@ def test_a_backend_whose_run_fails_does_not_end_the_others_unless_it_was_named(s
     assert results[2][0] == 1 and reference["reason"] in " ".join(errors.split()) and "Traceback" not in errors
 
 
-def test_files_that_may_hold_code_are_opened_by_name_only(site: Path, tmp_path: Path) -> None:
+def test_files_that_may_hold_code_are_opened_by_name_only(attnforge: Attnforge, site: Path, tmp_path: Path) -> None:
     careful = shutil.copytree(site, tmp_path / "careful")
     file = careful / "attnforge_reference_target.py"
     file.write_text(file.read_text(encoding="utf-8").replace("runs_code=False, ", ""), encoding="utf-8")
@@ -198,7 +247,7 @@ def test_files_that_may_hold_code_are_opened_by_name_only(site: Path, tmp_path: 
     assert json.loads(results[2][1])["backends"]["onnx-reference"]["passed"]
 
 
-def test_a_package_that_cannot_be_imported_costs_a_line(site: Path, tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_imported_costs_a_line(attnforge: Attnforge, site: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(site, tmp_path / "broken")
     (broken / "attnforge_reference_target.py").write_text("import a_library_that_nobody_has\n", encoding="utf-8")
     results, errors = attnforge(broken, ["doctor", "--json"])
@@ -209,7 +258,9 @@ def test_a_package_that_cannot_be_imported_costs_a_line(site: Path, tmp_path: Pa
     )
 
 
-def test_a_bundle_for_a_target_that_is_not_installed_runs_on_the_others(site: Path, tmp_path: Path) -> None:
+def test_a_bundle_for_a_target_that_is_not_installed_runs_on_the_others(
+    attnforge: Attnforge, site: Path, tmp_path: Path
+) -> None:
     bundle, empty = str(tmp_path / "b"), tmp_path / "nothing"
     targets = ["--target", "onnx-reference", "--target", "onnxruntime"]
     attnforge(site, ["deploy", "self-attention", "--no-tune", *targets, "--out", bundle])
