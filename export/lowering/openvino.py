@@ -4,7 +4,9 @@ itself (:mod:`attnforge.runtime.backends.openvino_graph`).
 
 OpenVINO's one kernel for products around a softmax takes a mask and also computes everything that it hides. In fp32,
 with 8 heads of 64 and 4,096 tokens on 2 cores, a window of 256 keys takes a fifth of the time in blocks, and causal
-attention seven tenths in four blocks. Each part is one kernel, as the whole was.
+attention seven tenths in four blocks. Each part is one kernel, as the whole was. No kernel stores the scores of all
+heads: over 4,096 tokens every form takes some tens of MiB beside its operands. But the mask of all pairs is in memory
+for the canonical node, 0.6 GiB for 12,288 tokens, so only blocks are measured there.
 
 After Q/DQ of queries and keys the same kernel computes its first product in int8.
 """
@@ -132,13 +134,15 @@ def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Row]:
             form = f"{_PRODUCTS}, blocks of {width} × {a.band.wide(width)}"
             pays = many and width == preferred and 2 * a.band.products(width, queries) <= queries * keys
             why = "the mask leaves a band: each block of queries attends only to the keys in it"
-            yield Row(Candidate(form, name, partial(_cut, by=in_blocks, size=width)), pays, why)
+            emit = partial(_cut, by=in_blocks, size=width)
+            yield Row(Candidate(form, name, emit, materialises_scores=False), pays, why)
     elif a.causal_prefix is not None:
         for steps in STEPS:
             pays = queries >= MANY_TOKENS and steps == STEPS[0]
             why = "causal: each block of queries attends to the keys up to its own"
             form = f"{_PRODUCTS}, {steps} blocks"
-            yield Row(Candidate(form, name, partial(_cut, by=in_causal_blocks, size=steps)), pays, why)
+            emit = partial(_cut, by=in_causal_blocks, size=steps)
+            yield Row(Candidate(form, name, emit, materialises_scores=False), pays, why)
 
 
 _PRODUCTS = "MatMul·Softmax·MatMul"

@@ -34,13 +34,16 @@ class ReferenceModel(Protocol):
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name at the precision; 16-bit ones as float32, which represents them exactly."""
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+    def exact(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Array]:
         """Outputs by name in float64.
 
         Args:
             inputs: inputs by name.
             peaks: receives the largest absolute value of every operator's results, in execution order, if the model
                 knows them; otherwise unchanged.
+            noise: moves the result of every sum as rounding in fp32 might, if the model can.
         """
 
     def at(self, precision: Precision) -> ReferenceModel:
@@ -63,8 +66,10 @@ class Derived:
     def example(self) -> dict[str, Array]:
         return self._whole.example
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        return self._whole.exact(inputs, peaks)
+    def exact(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Array]:
+        return self._whole.exact(inputs, peaks, noise)
 
     def at(self, precision: Precision) -> ReferenceModel:
         return self._whole.at(precision)

@@ -204,6 +204,9 @@ class _Draws:
     float64 output counts as well: an answer that is exact for inputs which differ by a rounding is right (the backward
     error of N. Higham, Accuracy and Stability of Numerical Algorithms, 1.5), and eager may sum in an order that happens
     to err far less.
+
+    Where all inputs are equal, the roundings of sums of equal terms add up, and what cancels is zero in one order and
+    not in another: float64's sums are moved as well.
     """
 
     def __init__(
@@ -213,6 +216,7 @@ class _Draws:
         self._spreads, self._model, self._baseline = spreads, model, baseline
         self._inputs = at_precision(make_inputs(self.case, model.inputs, stored), baseline.precision)
         self._can_move = any(is_floating(array) and array.any() for array in self._inputs.values())
+        self._is_alike = self.case.kind == "constant" and any(spread.truth is not None for spread in spreads)
         self._rng = np.random.Generator(np.random.PCG64([self.case.seed, budget.MOST_DRAWS]))
 
     def more(self) -> None:
@@ -222,23 +226,27 @@ class _Draws:
             for name, array in self._inputs.items()
         }
         eager, exact = self._baseline.eager(moved), self._model.exact(moved)
+        results = [exact, self._model.exact(self._inputs, noise=self._rng)] if self._is_alike else [exact]
         for spread in self._spreads:
-            truth = exact[spread.output]
-            spread.draws.append(Error.of(eager[spread.output], truth))
+            spread.draws.append(Error.of(eager[spread.output], exact[spread.output]))
             if spread.truth is not None:
-                spread.moves.append(Error.of(sampled(truth, self.case), spread.truth))
+                spread.moves += (
+                    Error.of(sampled(result[spread.output], self.case), spread.truth) for result in results
+                )
 
     @property
     def is_open(self) -> bool:
-        """Whether another draw may change the budget: the floor does not decide it, and there are fewer than
-        :data:`~attnforge.runtime.parity.budget.LEAST_DRAWS` draws, or they disagree and there are fewer than
+        """Whether another draw may change the budget: the floor does not decide it, or terms are alike, and there are
+        fewer than :data:`~attnforge.runtime.parity.budget.LEAST_DRAWS` draws, or they disagree and there are fewer than
         :data:`~attnforge.runtime.parity.budget.MOST_DRAWS`. Integer inputs have no neighbours."""
         precision, count = self._baseline.precision, len(self._spreads[0].draws) - 1
         if count >= budget.MOST_DRAWS or not self._can_move:
             return False
         near = [spread for spread in self._spreads if self.case.is_ordinary or spread.may_decide(precision)]
         least = budget.LEAST_LOW_DRAWS if precision.is_low else budget.LEAST_DRAWS
-        return bool(near) and (count < least or not all(spread.agrees for spread in near))
+        if count < least:
+            return self._is_alike or bool(near)
+        return not all(spread.agrees for spread in near)
 
 
 def neighbours(array: Array, precision: Precision, rng: np.random.Generator) -> Array:

@@ -68,7 +68,9 @@ class Imported:
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return self.original.eager(inputs)
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+    def exact(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Array]:
         return self.original.exact(inputs)
 
     def at(self, precision: Precision) -> Imported:

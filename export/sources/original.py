@@ -44,8 +44,8 @@ class Original:
         """
         return _run(self._eager, inputs)
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        """Outputs in float64, with weights widened from the bundle's precision; `peaks` is not changed."""
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs in float64, with weights widened from the bundle's precision."""
         return _run(self._exact, inputs)
 
     @cached_property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -89,9 +90,11 @@ class Captured:
             for name, value in results.items()
         }
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
-        """Outputs with the same weights in float64; `peaks` receives the largest number of every operator's results."""
-        return {name: to_numpy(name, value.double()) for name, value in self._float64(inputs, peaks).items()}
+    def exact(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Array]:
+        """Outputs with the same weights in float64 (:class:`~.widened.Float64`)."""
+        return {name: to_numpy(name, value.double()) for name, value in self._float64(inputs, peaks, noise).items()}
 
     def at(self, precision: Precision) -> Captured:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnforge.arrays import Array, is_floating
 from attnforge.errors import CaptureError
 from attnforge.runtime.backends.eager import doubled, run
+
+aten: Any = torch.ops.aten
 
 WIDE: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float64,
@@ -38,10 +41,25 @@ PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}
 """Types of arguments that are not containers."""
 
 SQUARING = {
-    *(torch.ops.aten.std, torch.ops.aten.std_mean, torch.ops.aten.var, torch.ops.aten.var_mean),
-    *(torch.ops.aten.linalg_vector_norm, torch.ops.aten.norm),
+    *(aten.std, aten.std_mean, aten.var, aten.var_mean, aten.linalg_vector_norm, aten.norm),
 }
 """Operators that sum squares in a wider type than that of their operand, and are exported as products and sums."""
+
+SUMS: Mapping[Any, Callable[..., int]] = {
+    **dict.fromkeys((aten.mm, aten.bmm), lambda x, y: x.shape[-1]),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), lambda _, x, *rest: x.shape[-1]),
+    **dict.fromkeys((aten._softmax, aten._log_softmax), lambda x, dim, *rest: x.shape[dim]),
+    aten.convolution: lambda x, weight, *rest: weight[0].numel(),
+    aten.native_group_norm: lambda x, *rest: x.numel() // max(rest[2] * rest[5], 1),
+    aten.native_layer_norm: lambda _, sizes, *rest: prod(sizes),
+}
+"""Operators that sum products, and what returns the number of terms from their arguments."""
+
+REDUCTIONS = {aten.linalg_vector_norm, aten.logsumexp, aten.mean, aten.norm, aten.std, aten.sum, aten.var}
+"""Operators whose terms are the elements that each element of the result is computed from."""
+
+UNIT = 2.0**-24
+"""The unit roundoff of fp32, the type of sums in fp32 and TF32."""
 
 KEPT = 3 << 28
 """Bytes of widened parameters that are kept for later operators and runs; other parameters are widened at each use."""
@@ -61,13 +79,16 @@ class Float64:
         self._module = module
         self._parameters: _Parameters | None = _Parameters()
 
-    def __call__(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Tensor]:
+    def __call__(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Tensor]:
         """The outputs, by their names in a bundle.
 
         Args:
             inputs: inputs by name, in the order of the module's arguments.
             peaks: receives the largest absolute number of every operator's results, in the order in which operators
                 run; it is empty if the module's code bypasses torch's dispatch.
+            noise: moves the result of every sum as rounding in fp32 might; not together with `peaks`.
 
         Raises:
             CaptureError: the module does not run in float64, or does not return tensors.
@@ -76,7 +97,8 @@ class Float64:
         if self._parameters is not None:
             try:
                 noting = nullcontext() if peaks is None else _Note(peaks)
-                with _wide_by_default(), noting, _widening(self._parameters):
+                rounding = nullcontext() if noise is None else _Rounding(noise)
+                with _wide_by_default(), noting, rounding, _widening(self._parameters):
                     outputs = run(self._module, inputs, torch.float64)
                 self._parameters.are_kept = True
                 return outputs
@@ -205,11 +227,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._widen = widen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.ops.aten.embedding.default:
+        if func == aten.embedding.default:
             rows = func(*args, **(kwargs or {}))
             return rows.to(WIDE.get(rows.dtype, rows.dtype))
         args, kwargs = self._widen(args), self._widen(kwargs or {})
-        if func == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        if func == aten._scaled_dot_product_flash_attention_for_cpu.default:
             query, key, value, *rest = args
             is_causal = bool(rest[1]) if len(rest) > 1 else False
             attended = _attention(query, key, value, kwargs.get("attn_mask"), is_causal, kwargs.get("scale"))
@@ -235,6 +257,34 @@ class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor) and t.is_floating_point()]
             self._peaks.append(max((_largest(tensor) for tensor in tensors if tensor.numel()), default=0.0))
         return results
+
+
+class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves the results of sums as rounding might that adds equal numbers in an unlucky order (Monte Carlo arithmetic:
+    D. S. Parker, 1997).
+
+    Each element moves by up to one unit roundoff, and all elements together by a twelfth of one for each term: the root
+    mean square, over the number of terms, of the error of equal numbers that are added one by one. Sums of terms that
+    differ err by less, since their roundings cancel.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rng = rng
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results, packet = func(*args, **(kwargs or {})), func.overloadpacket
+        result = results[0] if isinstance(results, tuple) else results
+        if (packet not in SUMS and packet not in REDUCTIONS) or not result.is_floating_point() or not result.numel():
+            return results
+        terms = SUMS[packet](*args) if packet in SUMS else args[0].numel() // result.numel()
+        if packet in (aten.std, aten.var):  # which do not change with the mean that is subtracted
+            return func(args[0] * (1 + UNIT * (1 + terms / 4) * self._drawn(args[0])), *args[1:], **(kwargs or {}))
+        result.mul_(1 + UNIT * (self._rng.choice([-1, 1]) * terms / 12 + self._drawn(result)))
+        return results
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        return torch.from_numpy(self._rng.uniform(-1, 1, like.shape))
 
 
 def _largest(tensor: Tensor) -> float:

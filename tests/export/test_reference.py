@@ -24,7 +24,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.eager import products_in
 from attnforge.runtime.cases import make_inputs
-from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, relative_error
+from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, judge, relative_error
 
 
 class Standard(nn.Module):
@@ -103,6 +103,35 @@ def test_inputs_move_by_one_rounding_of_the_precision() -> None:
         share = np.abs(moved - array)[array != 0] / np.abs(array[array != 0])
         assert moved[0, 0] == 0 and largest / 2 < share.max() <= largest
         assert 0.5 < (share > 0).mean() < 0.8
+
+
+class Alike(nn.Module):
+    """Sums of equal numbers if all inputs are ones, and what such sums cancel to."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        thirds = x / 3
+        return thirds.sum(-1), thirds @ x[0].mT, thirds.var(-1)
+
+
+def test_equal_numbers_may_be_added_one_by_one(tmp_path: Path) -> None:
+    """Each rounding has the same sign, and eager adds in blocks, which errs by a hundredth."""
+    captured = capture(Alike(), (torch.randn(4, 16, 3001),), None, precision_named("fp32"))
+    (case,) = (case for case in write_reference(tmp_path, captured, captured.model) if case.kind == "constant")
+    (x,) = make_inputs(case, captured.inputs, captured.example).values()
+    eager, exact = captured.eager({"x": x}), captured.exact({"x": x})
+    thirds = x / np.float32(3)
+    added = np.cumsum(thirds, -1)[..., -1]
+    centred = thirds - (added / np.float32(3001))[..., None]
+    unlucky = dict(zip(exact, (added, np.repeat(added[..., None], 16, -1), (centred**2).mean(-1)), strict=True))
+    for name, result in unlucky.items():
+        verdicts = [
+            judge(case, name, (result * scale).astype(np.float32), eager[name], exact[name], captured.precision)
+            for scale in (1, 1.0005)
+        ]
+        errors = [relative_error(array.astype(np.float64), exact[name]) for array in (result, eager[name])]
+        assert errors[0] > 10 * errors[1]
+        assert verdicts[0].passed, verdicts[0].reason
+        assert not verdicts[1].passed or name == list(exact)[2]  # float64's variance is next to nothing
 
 
 class Last(nn.Module):
@@ -213,7 +242,9 @@ class Noisy:
         share = self.rng.standard_normal() if self.varies else 1.0
         return {"y": inputs["x"].astype(np.float64) * (1 + self.error * share)}
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+    def exact(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Array]:
         return {"y": inputs["x"].astype(np.float64)}
 
     def at(self, precision: Precision) -> Noisy:
@@ -251,7 +282,9 @@ class Steep(Noisy):
         self.runs.append(float(inputs["x"][0]))
         return {"y": self.exact(inputs)["y"] * (1 + self.error)}
 
-    def exact(self, inputs: Mapping[str, Array], peaks: list[float] | None = None) -> dict[str, Array]:
+    def exact(
+        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
+    ) -> dict[str, Array]:
         return {"y": np.cos(1000 * inputs["x"].astype(np.float64))}
 
 
