@@ -50,6 +50,7 @@ SUMS: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys((aten.addmm, aten.baddbmm), lambda _, x, *rest: x.shape[-1]),
     **dict.fromkeys((aten._softmax, aten._log_softmax), lambda x, dim, *rest: x.shape[dim]),
     aten.convolution: lambda x, weight, *rest: weight[0].numel(),
+    aten.scaled_dot_product_attention: lambda query, key, *rest: key.shape[-2],
     aten.native_group_norm: lambda x, *rest: x.numel() // max(rest[2] * rest[5], 1),
     aten.native_layer_norm: lambda _, sizes, *rest: prod(sizes),
 }
