@@ -27,7 +27,7 @@ from attnforge.export.sources.programs import computed_by_torch, decomposed
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
-from attnforge.export.sources.translations import TRANSLATIONS
+from attnforge.export.sources.translations import translations
 from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
@@ -134,7 +134,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             program = torch.onnx.export(
                 copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(copied, shapes),
                 verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
-                custom_translation_table=dict(TRANSLATIONS),
+                custom_translation_table=translations(),
             )  # fmt: skip
             assert program is not None
             optimise(program.model)
