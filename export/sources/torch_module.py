@@ -121,7 +121,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with quiet(), torch.no_grad(), as_written(), _fast_exporter():
+    with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision))]
         with counted(copied) as ran:
             answers.append(outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)))
@@ -170,12 +170,15 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
 
 
 @contextmanager
-def _fast_exporter() -> Iterator[None]:
+def _prepared_exporter() -> Iterator[None]:
     """Spare torch's exporter two kinds of work that take three quarters of a small export: building its table of ONNX
-    functions for each export, and decomposing programs that have nothing to decompose.
+    functions for each export, and decomposing programs that have nothing to decompose. And let it replace what unrolls
+    recurrent layers over the example's tokens: torch 2.13 keeps that from an earlier program that was decomposed.
 
-    Both are private to torch. With a version that has them elsewhere, this has no effect.
+    All are private to torch. With a version that has them elsewhere, this has no effect.
     """
+    for operator in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+        getattr(operator, "_dispatch_cache", {}).clear()
     try:
         from torch.onnx._internal.exporter import _fx_passes
         from torch.onnx._internal.exporter._registration import ONNXRegistry

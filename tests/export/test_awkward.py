@@ -215,10 +215,17 @@ class Twice(nn.Module):
         return result
 
 
+class Complement(Twice):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.recur(x)[0]
+        return 1 - result  # which torch decomposes, and the layer with it
+
+
 def test_sizes_after_two_recurrent_layers_stay_dynamic() -> None:
-    module = Twice().eval()
     shapes = {"x": {0: torch.export.Dim("batch", max=4), 1: torch.export.Dim("tokens", max=64)}}
-    captured = capture(module, (torch.randn(2, 5, DIM),), shapes, precision_named("fp32"))
+    module = Twice().eval()
+    for first in (Complement().eval(), module):  # torch keeps what it decomposed a layer into
+        captured = capture(first, (torch.randn(2, 5, DIM),), shapes, precision_named("fp32"))
     x = torch.randn(3, 7, DIM)
     (got,) = as_it_is(captured.model)({"x": x.numpy()}).values()
     torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
