@@ -231,6 +231,19 @@ def test_sizes_after_two_recurrent_layers_stay_dynamic() -> None:
     torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
 
 
+def test_an_lstm_that_projects_is_exported_over_a_fixed_number_of_tokens() -> None:
+    module = Twice().eval()
+    module.recur = nn.LSTM(DIM, 2 * DIM, 2, batch_first=True, bidirectional=True, proj_size=DIM)
+    batch, tokens = torch.export.Dim("batch", max=4), torch.export.Dim("tokens", max=64)
+    args = (torch.randn(2, 5, DIM),)
+    captured = capture(module, args, {"x": {0: batch}}, precision_named("fp32"))
+    x = torch.randn(3, 5, DIM)
+    (got,) = as_it_is(captured.model)({"x": x.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
+    with pytest.raises(CaptureError, match="tokens"):
+        capture(module, args, {"x": {1: tokens}}, precision_named("fp32"))
+
+
 def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Path) -> None:
     class Decomposed(Recurrent):
         def forward(self, x: Tensor) -> Tensor:
