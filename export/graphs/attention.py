@@ -15,7 +15,7 @@ import onnx_ir as ir
 from attnforge.export.graphs.build import Builder, constant, dims_of, like, numbered, typed
 from attnforge.export.graphs.sizes import Size, sizes_of
 
-BOOL = ir.DataType.BOOL
+BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
 
 SILENT_ROWS = "attnforge.silent_rows"
 """Metadata of an Attention node: what a fully masked row gets. `nan`, as from a bare softmax; without this entry zeros,
@@ -70,15 +70,14 @@ class Reading:
 def reach(op: Builder, reading: Reading) -> Iterator[ir.Value]:
     """Yield the conditions `(1 | B, 1, n_q, n_k)` under which causality and the window allow a query to attend to a
     key."""
-    rows = op.Unsqueeze(numbered(op, reading.query, 2), constant(op, [0, 1, 3]))
-    columns = op.Unsqueeze(numbered(op, reading.key, 2), constant(op, [0, 1, 2]))
-    offset = reading.offset
-    if offset is not None:
-        rows = op.Add(rows, offset)
-    distance = op.Sub(rows, columns)
+    n_q, n_k = dims_of(reading.query)[2], dims_of(reading.key)[2]
+    rows = typed(op.Unsqueeze(numbered(op, reading.query, 2), constant(op, [0, 1, 3])), INT64, [1, 1, n_q, 1])
+    columns = typed(op.Unsqueeze(numbered(op, reading.key, 2), constant(op, [0, 1, 2])), INT64, [1, 1, 1, n_k])
+    dims = [1 if reading.offset is None else dims_of(reading.offset)[0], 1, n_q, n_k]
+    if reading.offset is not None:
+        rows = typed(op.Add(rows, reading.offset), INT64, [*dims[:3], 1])
+    distance = typed(op.Sub(rows, columns), INT64, dims)
     left, right = reading.window
-    batch = 1 if offset is None or offset.shape is None else dims_of(offset)[0]
-    dims = [batch, 1, dims_of(reading.query)[2], dims_of(reading.key)[2]]
     if reading.is_causal:
         yield typed(op.GreaterOrEqual(distance, constant(op, 0)), BOOL, dims)
     if left >= 0:

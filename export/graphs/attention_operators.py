@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.attention import SILENT_ROWS, NotAttention, Reading
@@ -47,13 +48,12 @@ def _attention(op: Builder, node: ir.Node) -> Reading:
     )  # fmt: skip
     reading = _with_past(op, node, reading, past_key, past_value)
     if mask is not None:
-        reading = reading.masked(_on_four_dims(op, mask, reading.key))
+        reading = reading.masked(_on_four_dims(op, mask, reading.key, is_padded=lengths is not None))
     if lengths is not None:
         reading = reading.masked(_within(op, lengths, reading.key))
-        if reading.is_causal:
-            first = op.Sub(lengths, op.Shape(query, start=2, end=3))
-            offset = typed(op.Unsqueeze(first, constant(op, [1, 2, 3])), INT64, [dims_of(lengths)[0], 1, 1, 1])
-            reading = replace(reading, offset=offset)
+        first = op.Sub(lengths, op.Shape(query, start=2, end=3))
+        offset = typed(op.Unsqueeze(first, constant(op, [1, 2, 3])), INT64, [dims_of(lengths)[0], 1, 1, 1])
+        reading = replace(reading, offset=offset)
     return reading
 
 
@@ -251,7 +251,7 @@ def _with_past(
     key = _after_past(op, node, 1, past_key, reading.key)
     value = _after_past(op, node, 2, past_value, reading.value)
     offset = reading.offset
-    if past_key is not None and reading.is_causal:
+    if past_key is not None:
         offset = typed(op.Shape(past_key, start=2, end=3), INT64, [1])
     return replace(reading, key=key, value=value, offset=offset, present=(key, value))
 
@@ -290,8 +290,15 @@ def _as_long_as(op: Builder, x: ir.Value, bias: ir.Value) -> ir.Value:
     return typed(part, x.dtype, [batch, heads, dims_of(bias)[3], size])
 
 
-def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
+def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value, *, is_padded: bool = False) -> ir.Value:
     """Prepend dims of size 1 to a mask, up to four dims.
+
+    Args:
+        op: the builder.
+        mask: on up to four dims.
+        key: `(B, H', n_k, d)`.
+        is_padded: whether another mask hides the keys beyond the end of a shorter mask, so that it may say anything
+            about them.
 
     Raises:
         NotAttention: the mask is not as long as the keys; ai.onnx does not attend to the keys beyond its end.
@@ -305,7 +312,10 @@ def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
         return mask
     if not (have.is_static and want.is_static):
         raise NotAttention(f"a mask over {have.dim()} keys, while there are {want.dim()} keys")
-    raise NotAttention("a mask that is shorter than the keys")
+    if not is_padded:
+        raise NotAttention("a mask that is shorter than the keys")
+    last = constant(op, np.minimum(np.arange(want.factor), have.factor - 1))
+    return typed(op.Gather(mask, last, axis=3), mask.dtype, [*dims_of(mask)[:3], want.factor])
 
 
 def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, key: ir.Value, mask: ir.Value | None) -> list[ir.Value]:

@@ -28,7 +28,7 @@ from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
 from attnforge.export.sources.onnx_check import check, check_certain, check_files, check_growth, tensors
-from attnforge.export.sources.original import Original
+from attnforge.export.sources.original import Original, as_standard, has_scores, is_unlike_standard
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
 from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
@@ -124,7 +124,9 @@ def _imported(
     if (wanted := _DTYPES[chosen.name]) != dtype:
         retype(model, LOW if dtype != FLOAT and wanted == FLOAT else (dtype,), wanted)
     inputs = [_spec(value, ranges or {}, model) for value in model.graph.inputs]
+    as_standard(model, lambda node: has_scores(node) and is_unlike_standard(node))
     original = model.clone()
+    as_standard(original, is_unlike_standard)
     at_opset(model)
     fold(model)
     infer_shapes(model)

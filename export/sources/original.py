@@ -7,15 +7,55 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
+from onnx_ir.passes import common
 
 from attnforge.arrays import Array
 from attnforge.errors import AttnforgeError, BuildError, CaptureError, first_line, raised_as, shortened
 from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.nodes import is_op, is_used, optional_input
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 from attnforge.precision import Precision
+
+
+def has_scores(node: ir.Node) -> bool:
+    """Whether the scores of an ai.onnx Attention are used."""
+    return is_op(node, "Attention") and len(node.outputs) > 3 and is_used(node.outputs[3])
+
+
+def is_unlike_standard(node: ir.Node) -> bool:
+    """Whether ONNX Runtime 1.31 computes an ai.onnx Attention differently from the standard: it does not know windows,
+    refuses a mask that is shorter than the keys, and its masked scores are the least number instead of minus infinity.
+    """
+    return is_op(node, "Attention") and bool(
+        {"left_window_size", "right_window_size"} & set(node.attributes)
+        or (optional_input(node, 3) is not None and optional_input(node, 6) is not None)
+        or (has_scores(node) and node.attributes.get_int("qk_matmul_output_mode", 0) == 2)
+    )
+
+
+def as_standard(model: ir.Model, is_replaced: Callable[[ir.Node], bool]) -> None:
+    """Replace operators of ai.onnx by the functions that the standard defines them by, in place. (ONNX's own inliner
+    fails at nodes that omit an input.)"""
+    for i, node in enumerate(list(filter(is_replaced, model.graph))):
+        schema: Any = onnx.defs.get_schema(node.op_type, model.opset_imports[""])
+        types = [b"" if value is None else ir.to_proto(value).type.SerializeToString() for value in node.inputs]
+        body = schema.get_context_dependent_function_with_opset_version(
+            schema.since_version, ir.to_proto(node).SerializeToString(), types
+        )
+        proto = onnx.FunctionProto.FromString(body)
+        proto.domain, proto.name = "attnforge", f"{node.op_type}{i}"
+        proto.output[:] = proto.output[: len(node.outputs)]
+        for name in set(proto.output).difference(*(part.output for part in proto.node)):  # which the node omits
+            proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
+        function = ir.from_proto(proto)
+        model.functions[function.identifier()] = function
+        node.domain, node.op_type, node.version = proto.domain, proto.name, None
+        model.opset_imports[proto.domain] = 1
+    common.InlinePass()(model)
 
 
 class Original:

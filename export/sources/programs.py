@@ -69,9 +69,15 @@ def decomposed(
         decompose: torch's own function for this.
         program: changed in place, and returned, if all its other operators are in :data:`SAME` and :data:`CASTS`.
         registry: torch's table of ONNX functions.
+
+    Raises:
+        ValueError: see :func:`_is_projected`.
     """
     known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    if any(map(_is_projected, nodes)):
+        registry.functions.pop("aten::lstm.input")
+        return decompose(program, registry)
     if not all(_has_function(node, known) for node in nodes):
         return decompose(program, registry)
     for node in nodes:
@@ -89,6 +95,22 @@ def decomposed(
         node.target = SAME.get(node.target, node.target)
     program.graph.eliminate_dead_code()
     return program
+
+
+def _is_projected(node: Node) -> bool:
+    """Whether a node is an LSTM that projects its output: ONNX's operator cannot, and torch unrolls such a layer.
+
+    Raises:
+        ValueError: the number of tokens is dynamic.
+    """
+    if node.target != aten.lstm.input:
+        return False
+    args: Any = node.args
+    x, (hidden, cell), *_, batch_first = args
+    is_projected: bool = hidden.meta["val"].shape[-1] != cell.meta["val"].shape[-1]
+    if is_projected and not isinstance(x.meta["val"].shape[int(batch_first)], int):
+        raise ValueError("an LSTM with proj_size needs a fixed number of tokens, as it has no ONNX operator")
+    return is_projected
 
 
 def _has_function(node: Node, known: Collection[object]) -> bool:

@@ -28,7 +28,7 @@ from attnforge.export.sources.programs import computed_by_torch, decomposed, pro
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
 from attnforge.export.sources.specs import Dims, note_example, output_dims, spec_of
-from attnforge.export.sources.translations import TRANSLATIONS
+from attnforge.export.sources.translations import translations
 from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
@@ -124,7 +124,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
     shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
-    with quiet(), torch.no_grad(), as_written(), _fast_exporter():
+    with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision))]
         with counted(copied) as ran:
             answers.append(outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)))
@@ -137,7 +137,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             program = torch.onnx.export(
                 copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(copied, shapes),
                 verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
-                custom_translation_table=dict(TRANSLATIONS),
+                custom_translation_table=translations(),
             )  # fmt: skip
             assert program is not None
             optimise(program.model)
@@ -173,13 +173,16 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
 
 
 @contextmanager
-def _fast_exporter() -> Iterator[None]:
+def _prepared_exporter() -> Iterator[None]:
     """Spare torch's exporter three kinds of work that take most of a small export: building its table of ONNX functions
     for each export, decomposing programs that have nothing to decompose, and tracing all operators once more to find
-    the few whose operands are of several dtypes.
+    the few whose operands are of several dtypes. And let it replace what unrolls recurrent layers over the example's
+    tokens: torch 2.13 keeps that from an earlier program that was decomposed.
 
     All are private to torch. With a version that has them elsewhere, this has no effect.
     """
+    for operator in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+        getattr(operator, "_dispatch_cache", {}).clear()
     try:
         from torch.onnx._internal.exporter import _fx_passes
         from torch.onnx._internal.exporter._registration import ONNXRegistry

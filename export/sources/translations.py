@@ -113,6 +113,39 @@ def rsub(self: Any, other: float, alpha: float = 1) -> Any:
     return op.Sub(op.CastLike(other, self), self)
 
 
+def grouped_product(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """`grouped_mm`, the product of each group of rows with a matrix of its own, as the experts of a mixture: one MatMul
+    for each group.
+
+    Args:
+        self: `(rows, k)`, one group after another.
+        mat2: `(groups, k, n)`.
+        offs: `(groups,)`, the end of each group.
+        bias: None.
+        out_dtype: None.
+
+    Returns:
+        `(rows, n)`.
+
+    Raises:
+        ValueError: the operands have other dims, or the number of groups is dynamic.
+    """
+    groups = mat2.shape[0]
+    if offs is None or len(self.shape) != 2 or len(mat2.shape) != 3 or not isinstance(groups, int):
+        raise ValueError("grouped_mm is exported for rows (rows, k) and matrices (groups, k, n) of static number only")
+    zero, start = op.Constant(value_ints=[0]), op.Constant(value_ints=[0])
+    parts = []
+    for group in range(groups):
+        index = op.Constant(value_ints=[group])
+        end = op.Cast(op.Gather(offs, index), to=ir.DataType.INT64)
+        matrix = op.Squeeze(op.Gather(mat2, index), zero)
+        parts.append(op.MatMul(op.Slice(self, start, end, zero), matrix))
+        start = end
+    result = op.Concat(*parts, axis=0)
+    result.shape = ir.Shape([self.shape[0], mat2.shape[2]])  # inference does not know that the groups are all rows
+    return result
+
+
 def _reshaped(x: _Tensor, before: int, sizes: Sequence[Any], after: int) -> Any:
     """A tensor with other sizes, numbers or tensors of one, in place of the axes from `before` to `after`."""
     ends = [*sizes, *(x.size(axis, as_number=True) for axis in range(after, len(x.dims)))]
@@ -183,6 +216,7 @@ def _merged(x: _Tensor) -> Any:
 
 
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: grouped_product,
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.flatten.using_ints: flatten,
     torch.ops.aten.reshape.default: reshape,
@@ -190,3 +224,9 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """:data:`TRANSLATIONS` and those of the operators that transformers adds to torch when it is imported."""
+    grouped = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return {**TRANSLATIONS, **({} if grouped is None else {grouped.default: grouped_product})}

@@ -49,6 +49,7 @@ def _models() -> dict[str, Callable[[], tuple[Any, Any]]]:
         "deberta-v2": lambda: (t.DebertaV2Model, t.DebertaV2Config(**text, **disentangled)),
         "beit": lambda: (t.BeitModel, t.BeitConfig(**_WIDTHS, **_IMAGE, use_relative_position_bias=True)),
         "bloom": lambda: (t.BloomModel, t.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=_VOCABULARY)),
+        "mixtral": lambda: (t.MixtralModel, t.MixtralConfig(**text, num_key_value_heads=2, num_local_experts=4)),
     }
 
 

@@ -1,4 +1,5 @@
-"""`scaled_dot_product_attention` on any number of dims and with dims that broadcast, `flatten` and `unflatten`."""
+"""`scaled_dot_product_attention` on any number of dims and with dims that broadcast, `flatten`, `unflatten` and
+`grouped_mm`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from transformers.integrations import moe
 
 from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.graphs.execute import in_float64
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
@@ -124,3 +127,30 @@ def test_views_at_any_sizes(name: str) -> None:
         x = torch.randn(*sizes, 6, 32)
         (got,) = session.run(None, {"x": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(got), VIEWS[name](x) * 2, rtol=1e-5, atol=1e-5)
+
+
+class Grouped(nn.Module):
+    """Rows that go to one of four matrices, sorted by it; no row goes to the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = (x.shape[0] * torch.tensor([1, 2, 2, 4]) // 4).int()
+        return moe._grouped_mm(x, self.matrices, ends)  # torch's in bf16 and in eager mode, else transformers' operator
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_groups_have_matrices_of_their_own(precision: str) -> None:
+    rows = {"x": {0: Dim("rows", max=64)}}
+    captured = capture(Grouped().eval(), (torch.randn(8, 16),), rows, PRECISIONS[precision])
+    graph = in_float64(captured.model)
+    for count in (8, 11, 1):
+        x = np.random.default_rng(0).standard_normal((count, 16))
+        matrices = captured.module.get_parameter("matrices").double().numpy()[[0, 1, 3]]
+        groups = np.split(x, [count // 4, count // 2])
+        expected = np.concatenate([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
+        for results in (captured.exact({"x": x}), graph({"x": x})):
+            (got,) = results.values()
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
