@@ -268,9 +268,9 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Moves the results of sums as rounding might that adds equal numbers in an unlucky order (Monte Carlo arithmetic:
     D. S. Parker, 1997).
 
-    Each element moves by up to one unit roundoff, and all elements together by a twelfth of one for each term: the root
-    mean square, over the number of terms, of the error of equal numbers that are added one by one. Sums of terms that
-    differ err by less, since their roundings cancel.
+    Each element moves by up to one unit roundoff, and all elements together by a sixth of one for each term: twice the
+    root mean square, over the number of terms, of the error of equal numbers that are added one by one. Sums of terms
+    that differ err by less, since their roundings cancel.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -285,7 +285,7 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         terms = SUMS[packet](*args) if packet in SUMS else args[0].numel() // result.numel()
         if packet in (aten.std, aten.var):  # which do not change with the mean that is subtracted
             return func(args[0] * (1 + UNIT * (1 + terms / 4) * self._drawn(args[0])), *args[1:], **(kwargs or {}))
-        result.mul_(1 + UNIT * (self._rng.choice([-1, 1]) * terms / 12 + self._drawn(result)))
+        result.mul_(1 + UNIT * (self._rng.choice([-1, 1]) * terms / 6 + self._drawn(result)))
         return results
 
     def _drawn(self, like: Tensor) -> Tensor:
