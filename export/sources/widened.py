@@ -270,7 +270,8 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Each element moves by up to one unit roundoff, and all elements together by a sixth of one for each term: twice the
     root mean square, over the number of terms, of the error of equal numbers that are added one by one. Sums of terms
-    that differ err by less, since their roundings cancel.
+    that differ err by less, since their roundings cancel. A variance does not change with the mean that it subtracts,
+    so its operand's elements move instead, by up to a quarter for each term, the largest such error of a mean.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
