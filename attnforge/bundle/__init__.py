@@ -18,6 +18,7 @@ from attnforge.bundle.schema import NEXT as NEXT
 from attnforge.bundle.schema import OPENVINO as OPENVINO
 from attnforge.bundle.schema import PLAIN as PLAIN
 from attnforge.bundle.schema import PORTABLE as PORTABLE
+from attnforge.bundle.schema import PROCESSOR as PROCESSOR
 from attnforge.bundle.schema import REFERENCE_EXAMPLE as REFERENCE_EXAMPLE
 from attnforge.bundle.schema import REFERENCE_OUTPUTS as REFERENCE_OUTPUTS
 from attnforge.bundle.schema import SCHEMA_VERSION as SCHEMA_VERSION

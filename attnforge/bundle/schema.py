@@ -44,7 +44,9 @@ SIGNATURE = "model.sig"
 """File name of a bundle's signature. The manifest does not list it."""
 
 CANONICAL = "canonical.onnx"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, PROCESSOR = "tokenizer.json", "preprocessor_config.json"
+"""Files of a Hugging Face model that a bundle keeps: how texts become token ids, and pictures become pixels."""
+
 PLAIN = "plain.onnx"
 """The graph as it was exported. Weights that the canonical graph has too are external data, in that graph's file or in
 :data:`WEIGHTS`. (In older bundles they are inputs.)"""
@@ -590,6 +592,22 @@ class Manifest(StoredRecord):
         if self.wrong is None:
             return None
         return f"{self.name} was kept although it is wrong, or not proved to be right: {self.wrong.text()}"
+
+    @property
+    def ranges(self) -> str:
+        """The least and the largest size of every dynamic dim of the inputs: `batch 1 to 8, tokens 2 to 256`."""
+        dims = {dim.text: dim for spec in self.inputs for dim in spec.dims if isinstance(dim, DimSpec)}
+        return ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in dims.items())
+
+    def summary(self) -> str:
+        """Return what the model takes and returns, and how its attention was lowered, a line each."""
+        lines = [f"{self.name} {self.precision}"]
+        for kind, specs in (("in ", self.inputs), ("out", self.outputs)):
+            lines += [f"{kind} {spec.name}: {spec.text()}" for spec in specs]
+        fused = [f"{count} fused by {target}" for target, count in self.attention.fused.items()]
+        sites = f"attention: {self.attention.sites} sites, {self.attention.canonical} canonical"
+        attention = ", ".join([sites, *fused])
+        return "\n".join([*lines, *([f"sizes: {self.ranges}"] if self.ranges else []), attention])
 
     def inconsistency(self) -> str | None:
         """Return the first inconsistency between fields that are valid by themselves; None if there is none."""

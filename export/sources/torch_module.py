@@ -102,12 +102,17 @@ class Captured:
         return Float64(self.module)
 
 
-def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> Captured:
+def capture(
+    module: nn.Module,
+    args: Sequence[Tensor] | Mapping[str, Tensor],
+    dynamic_shapes: DynamicShapes,
+    precision: Precision,
+) -> Captured:
     """Export `module` in eval mode at `precision`. The module itself is not changed.
 
     Args:
         module: takes tensors and returns a tensor, or a tuple, list, dict or dataclass of them.
-        args: example inputs; their sizes become the profile's `opt`.
+        args: example inputs, by position or by name; their sizes become the profile's `opt`.
         dynamic_shapes: as for `torch.export`: for every input a `{dim: torch.export.Dim}`, by name or by position. A
             Dim's `min` and `max` bound what the deployed model takes.
         precision: dtype of weights, inputs and outputs.
@@ -117,6 +122,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             no max, or a dim that was declared dynamic was exported as a constant.
     """
     copied = at_precision(module, precision)
+    args = _by_position(copied, args) if isinstance(args, Mapping) else args
     names = _input_names(copied, args)
     shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
@@ -219,6 +225,17 @@ def matchers() -> list[Any]:
     """The matchers of onnxscript's rules, all of which exist after the first export; cached, because searching all
     objects of a process takes a tenth of the time of a small export."""
     return [matcher for matcher in gc.get_objects() if type(matcher).__name__ == "SimplePatternMatcher"]
+
+
+def _by_position(module: nn.Module, args: Mapping[str, Tensor]) -> list[Tensor]:
+    """Example inputs that were given by name, in the order of forward's parameters."""
+    names = list(inspect.signature(module.forward).parameters)
+    if sorted(names[: len(args)]) != sorted(args):
+        raise CaptureError(
+            f"example inputs were given for {', '.join(args)}; {type(module).__name__}.forward takes "
+            f"{', '.join(names)}: give the first of these, without gaps"
+        )
+    return [args[name] for name in names[: len(args)]]
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.cli import main
+from attnforge.errors import InputError, UnknownNameError
 from attnforge.model import Decoder
 from attnforge.text import Tokenizer as OfBundle
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
@@ -85,6 +87,22 @@ def test_a_text_goes_on(here: Run, folder: Path) -> None:
     code, shown, _ = here("generate", folder, "to be", "--max-new-tokens", "12", "--stop", "49")
     assert code == 0 and shown.startswith(document["text"])
     assert f"{len(document['tokens'])} tokens on onnxruntime-cpu; the first after" in " ".join(shown.split())
+
+
+def test_a_session_goes_on_with_a_text(folder: Path) -> None:
+    prompt = [LETTERS.index(letter) for letter in "to be"]
+    with attnforge.load(folder) as session:
+        pieces = list(session.generate("to be", 12, eos_token_id=49))  # type: ignore[call-arg]
+        ids = [int(token[0]) for token in session.generate([prompt], 12, stop=[49])]
+        assert "".join(pieces) == session.tokenizer.text([*prompt, *ids])[len("to be") :]
+        assert len(list(session.generate([prompt], temperature=1.5, seed=3, stop=[]))) == PLACES - len(prompt) + 1
+        for alone in (prompt, 3, np.array(prompt)):
+            with pytest.raises(InputError, match=r"a text, or the token ids of every sample, as in \[\[1, 450"):
+                session.generate(alone)
+        with pytest.raises(UnknownNameError, match=r"keyword of generate 'temprature'.*did you mean temperature"):
+            session.generate("to be", temprature=0.7)  # type: ignore[call-arg]
+        with pytest.raises(InputError, match="texts become input_ids, attention_mask, token_type_ids; the model takes"):
+            session.tokenizer.inputs(["a"], [session.inputs[0].model_copy(update={"name": "tokens"})])
 
 
 def test_ids_go_on_without_a_tokenizer(here: Run, decoders: DeployDecoder) -> None:
