@@ -62,7 +62,7 @@ def load(
     *,
     module: Any = None,
     threads: int | None = None,
-    device: int | None = None,
+    device: int = 0,
     contexts: int = 4,
     graphs: bool | None = None,
     cache: bool = True,
@@ -85,7 +85,7 @@ def load(
             - `eager`: the torch module itself, at the bundle's precision.
         module: the torch module, for `eager`.
         threads: number of threads of one run on a CPU backend; by default the backend's choice.
-        device: number of the CUDA device, for a backend that runs on one; by default 0.
+        device: number of the CUDA device; on a CPU backend only 0.
         contexts: maximum number of concurrent calls on a GPU, each with its own activation memory, and of concurrent
             :meth:`Session.run_async` runs on a CPU; further callers wait.
         graphs: whether to replay CUDA graphs. By default TensorRT replays them for repeated shapes and addresses, and
@@ -111,7 +111,7 @@ def load(
     if rebuild:
         from attnforge.export.tensorrt.rebuild import rebuilt
 
-        bundle, trusted = rebuilt(bundle, backend, device or 0, trusted=trusted), None
+        bundle, trusted = rebuilt(bundle, backend, device, trusted=trusted), None
     return session.load(
         bundle,
         backend,

@@ -353,9 +353,9 @@ class Session:
         """Start without threads: a forked child has none of its parent's threads, and would wait for them."""
         self._lock, self._threads = threading.Lock(), None
 
-    def _on(self, device: int | None) -> Session:
-        """The session itself, unless its backend has no use for the CUDA device that was asked for."""
-        if device is not None and self._backend.gpu is None:
+    def _on(self, device: int) -> Session:
+        """The session itself, unless a CUDA device was asked for and its backend runs on the CPU."""
+        if device and self._backend.gpu is None:
             self.close()
             raise UsageError(f"device is {device}, and {self.backend} runs on the CPU; leave it out, or name a backend")
         return self
@@ -478,7 +478,7 @@ def load(
     *,
     module: Any = None,
     threads: int | None = None,
-    device: int | None = None,
+    device: int = 0,
     contexts: int = 4,
     graphs: bool | None = None,
     cache: bool = True,
@@ -494,9 +494,7 @@ def load(
     """
     if backend not in NAMES:
         raise UnknownNameError("backend", backend, NAMES)
-    if device is not None:
-        device = whole("device", device)
-    options = Options(threads, device or 0, contexts, graphs, cache)
+    options = Options(threads, whole("device", device), contexts, graphs, cache)
     for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
         with suppress(ReplacedError):  # the next attempt reads the new one
             return _loaded(bundle, backend, module, options, trusted)._on(device)

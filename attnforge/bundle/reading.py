@@ -106,7 +106,8 @@ class Bundle:
         return "not checked" if os.path.lexists(self.path / SIGNATURE) else "none"
 
     def summary(self) -> str:
-        """Return what the model takes and returns, and how its attention was lowered, a line each."""
+        """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
+        not, a line each."""
         return self.manifest.summary()
 
     def unlisted(self) -> list[str]:

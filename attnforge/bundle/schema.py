@@ -595,23 +595,30 @@ class Manifest(StoredRecord):
 
     @property
     def ranges(self) -> str:
-        """The least and the largest size of every dynamic dim of the inputs: `batch 1 to 8, tokens 2 to 256`."""
-        dims = {dim.text: dim for spec in self.inputs for dim in spec.dims if isinstance(dim, DimSpec)}
-        return ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in dims.items())
+        """The range of every dynamic dim of the inputs."""
+        return ranges_of(self.inputs)
 
     def summary(self) -> str:
-        """Return what the model takes and returns, and how its attention was lowered, a line each."""
+        """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
+        not, a line each."""
         lines = [f"{self.name} {self.precision}"]
         for kind, specs in (("in ", self.inputs), ("out", self.outputs)):
             lines += [f"{kind} {spec.name}: {spec.text()}" for spec in specs]
         fused = [f"{count} fused by {target}" for target, count in self.attention.fused.items()]
         sites = f"attention: {self.attention.sites} sites, {self.attention.canonical} canonical"
-        attention = ", ".join([sites, *fused])
-        return "\n".join([*lines, *([f"sizes: {self.ranges}"] if self.ranges else []), attention])
+        lines += [f"sizes: {self.ranges}"] if self.ranges else []
+        unfused = [f"not fused by {one.target}: {one.site}: {one.reason}" for one in self.attention.unfused]
+        return "\n".join([*lines, ", ".join([sites, *fused]), *unfused])
 
     def inconsistency(self) -> str | None:
         """Return the first inconsistency between fields that are valid by themselves; None if there is none."""
         return next(_inconsistencies(self), None)
+
+
+def ranges_of(inputs: list[TensorSpec]) -> str:
+    """Return the least and the largest size of every dynamic dim: `batch 1 to 8, tokens 2 to 256`."""
+    dims = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
+    return ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in dims.items())
 
 
 def graph_tensors(

@@ -10,7 +10,7 @@ import typer
 
 from attnforge.cli import printing
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Force, Json, archives, pairs, ranges
+from attnforge.cli.options import Force, Json, Options, archives, pairs, ranges
 from attnforge.cli.terminal import stages_shown
 from attnforge.errors import UnfusedError
 
@@ -43,7 +43,7 @@ def deploy(
             help="onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that this machine can build)."
         ),
     ] = None,
-    option: Annotated[Texts, typer.Option("--option", "-o", help="Model option, as name=value; repeatable.")] = None,
+    option: Options = None,
     require_fused: Annotated[
         Texts, typer.Option(help="Fail unless this target fuses every attention site; repeatable.")
     ] = None,

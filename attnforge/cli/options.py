@@ -15,6 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 BundleArgument = Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)]
 Backend = Annotated[str, typer.Option("--backend", "-b", help="Backend by name, or auto.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Backend by name; repeatable.")]
+Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Model option, as name=value; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
 
 TrustedKeys = Annotated[

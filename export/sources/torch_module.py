@@ -122,8 +122,7 @@ def capture(
             no max, or a dim that was declared dynamic was exported as a constant.
     """
     copied = at_precision(module, precision)
-    args = _by_position(copied, args) if isinstance(args, Mapping) else args
-    names = _input_names(copied, args)
+    names, args = _named(copied, args)
     shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
@@ -173,6 +172,16 @@ def capture(
         model, copied, cast, inputs, outputs, precision, exported,
         without_effect=missing(ran, used | kept), lost=missing(used, kept),
     )  # fmt: skip
+
+
+def inputs_of(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes) -> list[TensorSpec]:
+    """The inputs that :func:`capture` would give a module, which is not exported. Arguments and errors are the same."""
+    names = _input_names(module, args)
+    shapes = _by_name(names, dynamic_shapes)
+    return [
+        TensorSpec(name=name, dtype=str(arg.dtype).removeprefix("torch."), dims=_dims(name, arg, shapes.get(name)))
+        for name, arg in zip(names, args, strict=True)
+    ]
 
 
 @contextmanager
@@ -227,15 +236,17 @@ def matchers() -> list[Any]:
     return [matcher for matcher in gc.get_objects() if type(matcher).__name__ == "SimplePatternMatcher"]
 
 
-def _by_position(module: nn.Module, args: Mapping[str, Tensor]) -> list[Tensor]:
-    """Example inputs that were given by name, in the order of forward's parameters."""
+def _named(module: nn.Module, args: Sequence[Tensor] | Mapping[str, Tensor]) -> tuple[list[str], Sequence[Tensor]]:
+    """The names of the example inputs, and the inputs in the order of forward's parameters."""
+    if not isinstance(args, Mapping):
+        return _input_names(module, args), args
     names = list(inspect.signature(module.forward).parameters)
     if sorted(names[: len(args)]) != sorted(args):
         raise CaptureError(
             f"example inputs were given for {', '.join(args)}; {type(module).__name__}.forward takes "
             f"{', '.join(names)}: give the first of these, without gaps"
         )
-    return [args[name] for name in names[: len(args)]]
+    return _named(module, [args[name] for name in names[: len(args)]])
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:

@@ -22,6 +22,7 @@ from attnforge.errors import InputError, UnknownNameError
 from attnforge.model import Decoder
 from attnforge.text import Tokenizer as OfBundle
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
+from tests.support.first_hour import run_job
 
 pytestmark = pytest.mark.xdist_group("generating")
 
@@ -203,7 +204,7 @@ def test_a_long_text_takes_as_long_a_token_as_a_short_one(folder: Path) -> None:
 
 
 def test_a_hugging_face_folder_brings_its_tokenizer_and_the_end_of_its_texts(
-    here: Run, tokenizer: Path, tmp_path: Path
+    here: Run, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=30,
@@ -211,23 +212,12 @@ def test_a_hugging_face_folder_brings_its_tokenizer_and_the_end_of_its_texts(
     )  # fmt: skip
     config.save_pretrained(tmp_path / "llama")
     (tmp_path / "llama" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    out = tmp_path / "bundle"
-    code, _, error = here(
-        "deploy",
-        f"hf:{tmp_path / 'llama'}",
-        "--cache-tokens",
-        "32",
-        "--target",
-        "onnxruntime",
-        "--no-tune",
-        "--out",
-        out,
-    )
-    assert code == 0, error
+    out = run_job("stream", tmp_path, monkeypatch)["bundle"].path
+    assert out == Path("llama-fp32")
     manifest = Bundle(out).manifest
     assert manifest.decoding is not None and manifest.decoding.stop == [27, 5]
     assert [spec.text() for spec in manifest.inputs] == ["int64[batch, tokens]"]
     assert manifest.source.options == {"inputs": "input_ids", "max_tokens": "32"}
     assert here("generate", out, "hello", "--max-new-tokens", "3")[0] == 0
-    code, shown, _ = here("inspect", out)
+    _, shown, _ = here("inspect", out)
     assert "decodes: caches of 32 tokens, 4.0 KiB for each sample" in shown

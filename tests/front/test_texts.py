@@ -14,6 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 import attnforge
 from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.cli import app
 from attnforge.errors import InputError, UsageError
 from attnforge.export.options import DeployOptions
 from attnforge.export.sources.huggingface import example
@@ -82,6 +83,16 @@ def test_a_model_has_token_types_on_request(bert: Path) -> None:
     assert list(made.dynamic_shapes or ()) == ["input_ids", "attention_mask", "token_type_ids"]
     assert made.args[2].amin() == 0 and made.args[2].amax() == 1
     assert list(example(bert, max_tokens=8).dynamic_shapes or ()) == ["input_ids", "attention_mask"]
+
+
+def test_inputs_are_shown_before_deploying(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["models", f"hf:{bert}", "-o", "max_tokens=8"], standalone_mode=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        "input_ids: int64[batch, tokens]",
+        "attention_mask: int64[batch, tokens]",
+        "sizes: batch 1 to 8, tokens 2 to 8",
+    ]
 
 
 def test_a_folder_is_deployed_by_name_with_its_files(
