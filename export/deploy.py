@@ -48,7 +48,7 @@ def deploy(
     Args:
         module: a module that takes tensors and returns a tensor or a tuple, list, dict or dataclass of them; an
             exported program; the path of an `.onnx` or `.pt2` file; or a name as on the command line: `hf:FOLDER`, a
-            registered model, or `package.module:function`. It is not modified.
+            registered model, or `package.module:function`, which is imported and run. It is not modified.
         args: example inputs: by position, those of keyword-only parameters after the others; by name; or one tensor.
             None for a program or a named model, which has its own, and to draw random inputs for an ONNX graph.
         out: folder to write; by default `NAME-PRECISION`.
@@ -147,7 +147,7 @@ def deploy(
             stages = Stages(progress, [*names_of(deployment), *([MEASURING] if options.tune else []), CHECKING])
             run_stages(deployment, stages)
             manifest = deployment.manifest()
-        del deployment
+        del deployment, module, args
         _write_manifest(folder, manifest, stages)
         if options.tune:
             give_back()  # everything that the steps allocated, before every backend loads the weights
@@ -160,7 +160,9 @@ def deploy(
 
 
 def _default_folder(module: Model, name: str | None, precision: str | None) -> str:
-    has_own = isinstance(module, ExportedProgram | os.PathLike) or (isinstance(module, str) and named.is_file(module))
+    if isinstance(module, os.PathLike):
+        name, module = name or Path(module).stem, str(module)
+    has_own = isinstance(module, ExportedProgram) or (isinstance(module, str) and named.is_file(module))
     return f"{name or type(module).__name__}-{precision or ('own' if has_own else 'fp32')}"
 
 
@@ -175,7 +177,7 @@ def _built(
     """
     if callable(progress):
         progress(f"build {model}")
-    given = dict(options.model_options)
+    given = dict(options.model_options or {})
     if options.cache_tokens is not None and model.startswith(named.HUGGING_FACE):
         given = {"inputs": "input_ids", "max_tokens": str(options.cache_tokens), **given}
     example, source = named.model_named(model, given, options.weights, dynamic_shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeGuard
@@ -66,7 +66,7 @@ class Keywords(TypedDict, total=False):
     force: bool
     cache: bool
     source: Source | None
-    model_options: Mapping[str, Any]
+    model_options: Mapping[str, Any] | None
     weights: str | os.PathLike[str] | None
     own_data: bool
     trust_source: bool
@@ -104,7 +104,7 @@ class DeployOptions:
     force: bool = False
     cache: bool = True
     source: Source | None = None
-    model_options: Mapping[str, Any] = field(default_factory=dict)
+    model_options: Mapping[str, Any] | None = None
     weights: str | os.PathLike[str] | None = None
     own_data: bool = True
     trust_source: bool = False

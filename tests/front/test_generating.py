@@ -100,8 +100,8 @@ def test_a_session_goes_on_with_a_text(folder: Path) -> None:
         for alone in (prompt, 3, np.array(prompt)):
             with pytest.raises(InputError, match=r"a text, or the token ids of every sample, as in \[\[1, 450"):
                 session.generate(alone)
-        with pytest.raises(UnknownNameError, match=r"keyword of generate 'temprature'.*did you mean temperature"):
-            session.generate("to be", temprature=0.7)  # type: ignore[call-arg]
+        with pytest.raises(UnknownNameError, match=r"keyword of generate 'temperatures'.*did you mean temperature"):
+            session.generate("to be", temperatures=0.7)  # type: ignore[call-arg]
         with pytest.raises(InputError, match="texts become input_ids, attention_mask, token_type_ids; the model takes"):
             session.tokenizer.inputs(["a"], [session.inputs[0].model_copy(update={"name": "tokens"})])
 
