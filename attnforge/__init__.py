@@ -16,18 +16,23 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attnforge.keywords import guessable
 from attnforge.version import __version__
 
 if TYPE_CHECKING:
     from attnforge.bench.run import benchmark
     from attnforge.bundle import Bundle, Trusted, sign
+    from attnforge.bundle import Bundle as inspect
     from attnforge.export.deploy import deploy
     from attnforge.export.diagnosis.diagnose import diagnose
     from attnforge.runtime.backends.backend import Target
     from attnforge.runtime.parity.verify import verify
-    from attnforge.runtime.session import Session
+    from attnforge.runtime.session import Session, run
 
-__all__ = ["Bundle", "Session", "Target", "__version__", "benchmark", "deploy", "diagnose", "load", "sign", "verify"]
+__all__ = [
+    "Bundle", "Session", "Target", "__version__", "bench", "benchmark", "deploy", "diagnose", "inspect", "load", "run",
+    "sign", "verify",
+]  # fmt: skip
 
 os.environ.setdefault(
     "ORT_DISABLE_TELEMETRY", "1"
@@ -37,14 +42,20 @@ _HOME = {
     "Bundle": "attnforge.bundle",
     "Session": "attnforge.runtime.session",
     "Target": "attnforge.runtime.backends.backend",
+    "bench": "attnforge.bench.run:benchmark",
     "benchmark": "attnforge.bench.run",
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
+    "inspect": "attnforge.bundle:Bundle",
+    "run": "attnforge.runtime.session",
     "sign": "attnforge.bundle",
     "verify": "attnforge.runtime.parity.verify",
 }
+"""The module of every name, and its name there if that is another. `bench` and `inspect` are the verbs of the command
+line."""
 
 
+@guessable()
 def load(
     bundle: str | os.PathLike[str] | Bundle,
     backend: str = "auto",
@@ -74,7 +85,7 @@ def load(
             - `eager`: the torch module itself, at the bundle's precision.
         module: the torch module, for `eager`.
         threads: number of threads of one run on a CPU backend; by default the backend's choice.
-        device: number of the CUDA device.
+        device: number of the CUDA device; on a CPU backend only 0.
         contexts: maximum number of concurrent calls on a GPU, each with its own activation memory, and of concurrent
             :meth:`Session.run_async` runs on a CPU; further callers wait.
         graphs: whether to replay CUDA graphs. By default TensorRT replays them for repeated shapes and addresses, and
@@ -91,7 +102,7 @@ def load(
         SignatureError: a BundleError: a signature is required, and the bundle has none, one by another key, or was
             altered.
         UnknownNameError: no such backend.
-        UsageError: no such device, or fewer than one context.
+        UsageError: no such device, a device for a backend that runs on the CPU, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; the message says what would.
         BuildError: the plan could not be rebuilt.
     """
@@ -117,4 +128,9 @@ def load(
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'attnforge' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    module, _, other = _HOME[name].partition(":")
+    return getattr(import_module(module), other or name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,9 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         self.kind, self.given, self.known = kind, given, sorted(known)
-        super().__init__(f"unknown {kind} {given!r}; known: {', '.join(self.known)}")
+        nearest = get_close_matches(given, self.known, 1) if isinstance(given, str) else []
+        meant = f"; did you mean {nearest[0]}?" if nearest else ""
+        super().__init__(f"unknown {kind} {given!r}; known: {', '.join(self.known)}{meant}")
 
     def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
         return type(self), (self.kind, self.given, self.known)  # so that it can be passed between processes

@@ -18,6 +18,7 @@ from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.atomic import written_whole
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import InputError, raised_as, shortened
+from attnforge.text import IDS, TYPES, check_no_input
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -145,17 +146,21 @@ def _read_from(file: Path) -> Iterator[None]:
 
 
 def _of_archive(file: Path, specs: Mapping[str, TensorSpec], ignored: Collection[str]) -> dict[str, Array]:
-    """Read the model's inputs from an `.npz`; any other member that is not in `ignored` is refused unread."""
+    """Read the model's inputs from an `.npz`; any other member that is not in `ignored` is refused unread, except token
+    types, which may be left out (:func:`attnforge.text.check_no_input`)."""
+    takes, specs = specs, {TYPES: specs[IDS], **specs} if IDS in specs else specs
     with zipfile.ZipFile(file) as archive:
         members = {member.removesuffix(".npy"): member for member in archive.namelist()}
         members = {name: member for name, member in members.items() if name in specs or name not in ignored}
         if unknown := next((name for name in members if name not in specs), None):
-            raise InputError(f"the model has no input {shortened(unknown)!r}; it takes {', '.join(specs)}")
+            check_no_input(unknown, None, takes)
         arrays = {}
         for name, member in members.items():
             with archive.open(member) as stream:
                 size = archive.getinfo(member).file_size
                 arrays[name] = _converted(_array(specs[name], stream, size, f"{file}, {name}"), specs[name])
+        if TYPES in arrays and TYPES not in takes:
+            check_no_input(TYPES, arrays.pop(TYPES), takes)
         return arrays
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -74,6 +75,16 @@ PRECISIONS = {
         Precision("int4", np.dtype(np.float32), 7, 8e-3, bits=4),
     )
 }
+
+
+SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16"}
+"""Other names of precisions: those of dtypes."""
+
+
+def spelled(precision: Any) -> Any:
+    """Return the name of a precision that is given as such, by another name or as a torch dtype."""
+    name = str(precision).removeprefix("torch.")
+    return SPELLINGS.get(name, precision)
 
 
 def precision_named(name: str) -> Precision:

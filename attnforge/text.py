@@ -1,22 +1,58 @@
-"""Conversion between text and token ids with a bundle's tokenizer."""
+"""Conversion between text and token ids with a bundle's tokenizer, and the inputs that texts become."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from attnforge.bundle import Bundle
-from attnforge.errors import BundleError, UsageError, extra, raised_as
+import numpy as np
+
+from attnforge.arrays import Array
+from attnforge.bundle import TOKENIZER, Bundle, TensorSpec
+from attnforge.errors import BundleError, InputError, UsageError, extra, raised_as, shortened
 
 UNFINISHED = "\ufffd"
 """Decoded text of a character whose bytes are incomplete."""
 
+IDS, MASK, TYPES = INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""Names of the inputs that texts become."""
+
+
+def read_texts(file: Path) -> list[str]:
+    """Return the lines of a text file that are not empty.
+
+    Raises:
+        InputError: the file cannot be read as UTF-8, or has no text.
+    """
+    with raised_as(InputError, f"{file} cannot be read as UTF-8 text"):
+        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not texts:
+        raise InputError(f"{file} has no text; give one on each line")
+    return texts
+
+
+def check_no_input(name: str, value: Any, names: Collection[str]) -> None:
+    """Check that an array whose name is not that of an input can be left out: token types that are all 0, as tokenizers
+    give them and models without that input assume.
+
+    Raises:
+        InputError: it cannot; says which inputs the model has.
+    """
+    hint = ""
+    if name == TYPES and IDS in names:
+        if not (value != 0).any():
+            return
+        hint = f", and takes all token types for 0; deploy it with -o inputs={','.join((*names, TYPES))} to give others"
+    raise InputError(f"the model has no input {shortened(name)!r}; it takes {', '.join(names)}{hint}")
+
 
 class Tokenizer:
-    """The tokenizer of a bundle that was deployed with one.
+    """The tokenizer of a bundle that was deployed with one, or of a file.
 
     Args:
-        bundle: the bundle.
+        source: the bundle, or a `tokenizer.json` of the `tokenizers` library.
 
     Raises:
         UsageError: the bundle has no tokenizer.
@@ -24,19 +60,58 @@ class Tokenizer:
         BundleError: the file is not one of that library's.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
-        decoding = bundle.manifest.decoding
-        if decoding is None or decoding.tokenizer is None:
+    def __init__(self, source: Bundle | str | os.PathLike[str]) -> None:
+        file, read = (source.path / TOKENIZER, source.read) if isinstance(source, Bundle) else (Path(source), None)
+        if isinstance(source, Bundle) and TOKENIZER not in source.manifest.files:
             raise UsageError(
-                f"{bundle.path} has no tokenizer; give token ids (--ids), or deploy with a tokenizer.json (--tokenizer)"
+                f"{source.path} has no tokenizer; give token ids (--ids), or deploy with a tokenizer.json (--tokenizer)"
             )
         library = extra("tokenizers", "hf").Tokenizer
-        with raised_as(BundleError, f"{bundle.path / decoding.tokenizer} is not a tokenizer"):
-            self._library: Any = library.from_str(bundle.read(decoding.tokenizer).decode())
+        with raised_as(BundleError, f"{file} is not a tokenizer"):
+            data = file.read_bytes() if read is None else read(TOKENIZER)
+            self._library: Any = library.from_str(data.decode())
+        self._padding = (self._library.padding or {}).get("pad_id", 0)
+        self._library.no_padding()
 
     def ids(self, text: str) -> list[int]:
         """Encode a text to token ids."""
+        self._library.no_truncation()
         return list(self._library.encode(text).ids)
+
+    def inputs(self, texts: Sequence[str], specs: Sequence[TensorSpec]) -> dict[str, Array]:
+        """Encode texts to a model's inputs: ids, padded to the longest text, and a mask and token types if the model
+        takes them. Texts are truncated to the tokens that the model takes.
+
+        Args:
+            texts: the texts, one per sample.
+            specs: the model's inputs.
+
+        Raises:
+            InputError: the model takes other inputs.
+        """
+        named = {spec.name: spec for spec in specs}
+        if IDS not in named or not named.keys() <= set(INPUTS):
+            raise InputError(f"texts become {', '.join(INPUTS)}; the model takes {', '.join(named)}: give arrays")
+        least, most = _range(named[IDS], 1)
+        self._library.enable_truncation(most)
+        encoded = self._library.encode_batch(list(texts))
+        length = max(least, *(len(text.ids) for text in encoded))
+        rows = {IDS: [text.ids for text in encoded], MASK: [text.attention_mask for text in encoded],
+                TYPES: [text.type_ids for text in encoded]}  # fmt: skip
+        arrays = {}
+        for name, spec in named.items():
+            arrays[name] = np.full((len(encoded), length), self._padding if name == IDS else 0, spec.dtype)
+            for row, values in zip(arrays[name], rows[name], strict=True):
+                row[: len(values)] = values
+        return arrays
+
+    def batches(self, texts: Sequence[str], specs: Sequence[TensorSpec]) -> list[dict[str, Array]]:
+        """Encode any number of texts to batches of a model's inputs, each as large as the model takes; one text each
+        for a model without a mask, which would take padding for text."""
+        least, most = _range(specs[0], 0)
+        size = most if any(spec.name == MASK for spec in specs) else least
+        texts = [*texts, *texts[: -len(texts) % least]]
+        return [self.inputs(texts[i : i + size], specs) for i in range(0, len(texts), size)]
 
     def text(self, ids: list[int]) -> str:
         """Decode token ids to text."""
@@ -62,3 +137,9 @@ class Tokenizer:
                 shown = text = self.text(last)
         if text.startswith(shown) and text != shown:
             yield text[len(shown) :]
+
+
+def _range(spec: TensorSpec, dim: int) -> tuple[int, int]:
+    """The least and the largest size of a dim."""
+    size = spec.dims[dim]
+    return (size, size) if isinstance(size, int) else (max(size.min or 1, 1), size.max or 1)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import attnforge
 from attnforge.model import MODELS, build_model
-from attnforge.runtime.decoding.generation import Sampler
-from attnforge.text import Tokenizer
 
 
 def main(classes: list[str]) -> None:
@@ -22,9 +20,9 @@ def main(classes: list[str]) -> None:
     print("passed" if attnforge.verify(bundle).passed else "over the budget")
 
     with attnforge.load(bundle) as session:
-        tokenizer = Tokenizer(session.bundle)
+        tokenizer = session.tokenizer
         prompts = [tokenizer.ids(f"{name}\n") for name in classes]
-        written = list(session.generate(prompts, 73, sampler=Sampler(temperature=0.7, seed=3)))  # all classes at once
+        written = list(session.generate(prompts, 73, temperature=0.7, seed=3))  # all classes at once
         digits = [[int(token) for token in tokens if token >= 0] for tokens in zip(*written, strict=True)]
         for row in zip(*(tokenizer.text(digit).splitlines() for digit in digits), strict=False):
             print("   ".join(row))

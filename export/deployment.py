@@ -17,6 +17,7 @@ from attnforge.bundle import (
     FLAVOURS,
     OPENVINO,
     PLAIN,
+    TOKENIZER,
     Case,
     Decoding,
     Manifest,
@@ -31,10 +32,10 @@ from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.attention.roles import note_roles
 from attnforge.export.certificate import certify, check_fused, masks_of
 from attnforge.export.decoding.insert import one_token, with_cache
-from attnforge.export.decoding.tokenizer import keep_tokenizer
 from attnforge.export.diagnosis.departure import departure
 from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.graphs.saving import Shelf
+from attnforge.export.kept_files import keep_processor, keep_tokenizer
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.measuring import SECONDS
 from attnforge.export.options import DeployOptions
@@ -267,12 +268,15 @@ def _insert_caches(d: Deployment, progress: Progress) -> None:
         for spec, scale in zip((cache.key, cache.value), scales[cache.site].values(), strict=True)
     }
     d.expected = ExpectedCaches(decoding.places, names, d.whole, d.source.model, d.sites, stored)
-    if options.tokenizer is not None:
-        decoding.tokenizer = keep_tokenizer(options.tokenizer, d.folder)
+    decoding.tokenizer = TOKENIZER if options.tokenizer is not None else None
 
 
 def _save(d: Deployment, progress: Progress) -> None:
-    """Save the graphs that every bundle has, and describe what targets are built from."""
+    """Save the graphs that every bundle has, keep the model's files, and describe what targets are built from."""
+    if d.options.tokenizer is not None:
+        keep_tokenizer(d.options.tokenizer, d.folder)
+    if d.options.processor is not None:
+        keep_processor(d.options.processor, d.folder)
     shelf = Shelf(d.folder)
     shelf.save(d.model, CANONICAL)
     if d.keeps_weights:  # otherwise the canonical graph has other weights, which the plain one cannot share

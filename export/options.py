@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 import numpy as np
 
 from attnforge.arrays import is_floating, to_numpy
-from attnforge.bundle import FLAVOURS, Range, Source, TensorSpec, Wrong
+from attnforge.bundle import FLAVOURS, OPENVINO, Range, Source, TensorSpec, Wrong
 from attnforge.bundle.fields import LONGEST_NAME
-from attnforge.errors import InputError, UnknownNameError, UsageError, WrongError, plain, shortened
+from attnforge.errors import UnknownNameError, UsageError, WrongError, plain, shortened
 from attnforge.export.precision.judge import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
@@ -23,6 +23,7 @@ from attnforge.input_files import LABELS, read_inputs, read_labels
 from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
+from attnforge.text import Tokenizer, read_texts
 
 KEEPS_SOME = "auto-"
 """Prefix of a quantised precision with which products may stay in fp32 to meet the requirement."""
@@ -42,8 +43,11 @@ FP8_FOR = ("SM89", "SM120")
 
 WITHOUT_FP8 = ("SM75", "SM80", "SM86")
 
-Real = Sequence[Any] | Mapping[str, Any] | os.PathLike[str]
-"""Inputs of one call: by position, by name, or an `.npz` of named arrays."""
+MOST_TEXTS = 256
+"""Maximum number of texts of a file that become real inputs; of more, as many at equal distances."""
+
+Real = Sequence[Any] | Mapping[str, Any] | str | os.PathLike[str]
+"""Inputs of one call: by position, by name, or an `.npz` of named arrays; or a `.txt` file with a text on each line."""
 
 
 class Keywords(TypedDict, total=False):
@@ -62,10 +66,14 @@ class Keywords(TypedDict, total=False):
     force: bool
     cache: bool
     source: Source | None
+    model_options: Mapping[str, Any] | None
+    weights: str | os.PathLike[str] | None
+    own_data: bool
     trust_source: bool
     cache_tokens: int | None
     cache_precision: str | None
     tokenizer: str | os.PathLike[str] | None
+    processor: str | os.PathLike[str] | None
     stop: Sequence[int]
     max_eager_error: float | None
     keep_wrong: bool
@@ -96,10 +104,14 @@ class DeployOptions:
     force: bool = False
     cache: bool = True
     source: Source | None = None
+    model_options: Mapping[str, Any] | None = None
+    weights: str | os.PathLike[str] | None = None
+    own_data: bool = True
     trust_source: bool = False
     cache_tokens: int | None = None
     cache_precision: str | None = None
     tokenizer: str | os.PathLike[str] | None = None
+    processor: str | os.PathLike[str] | None = None
     stop: Sequence[int] = ()
     max_eager_error: float | None = None
     keep_wrong: bool = False
@@ -107,10 +119,8 @@ class DeployOptions:
     def __post_init__(self) -> None:
         if self.cache_tokens is not None and not 1 <= self.cache_tokens <= MOST_PLACES:
             raise UsageError(f"cache_tokens is {self.cache_tokens}; give a number of tokens, 1 to {MOST_PLACES:,}")
-        if self.cache_tokens is None and (self.tokenizer is not None or self.stop):
-            raise UsageError(
-                "a tokenizer and stop token ids are for generation, which needs a cache; give cache_tokens as well"
-            )
+        if self.cache_tokens is None and self.stop:
+            raise UsageError("stop token ids are for generation, which needs a cache; give cache_tokens as well")
         if self.max_eager_error is not None and not 0 < self.max_eager_error < math.inf:
             raise UsageError(f"max_eager_error is {self.max_eager_error:g}; give a relative error above 0, such as 0.5")
         if self.name and (len(self.name) > LONGEST_NAME or plain(self.name) != self.name):
@@ -126,7 +136,10 @@ class DeployOptions:
                 "such as 0.05), or a metric and its least value"
             )
         self._check_targets()
-        self._check_data()
+        if self.least is not None:
+            if self.metric is None:
+                raise UsageError(f"least is {self.least:g} and no metric was named; name accuracy or cosine")
+            check_least(self.least)
 
     @property
     def automatic(self) -> tuple[str, ...]:
@@ -204,14 +217,14 @@ class DeployOptions:
                 f"int8 caches need fp32 or quantised products, not {self.precision}, because decoder steps compute in "
                 "fp32; leave out the precision or the cache precision"
             )
-        if not self.data:
-            raise UsageError(
-                "int8 caches take their ranges from real keys and values, and no real inputs were given; give some as "
-                "data (--calibrate)"
-            )
 
     def _check_targets(self) -> None:
         for target in (*(self.targets or ()), *self.require_fused):
+            if target == OPENVINO:
+                raise UsageError(
+                    "openvino needs no target of its own, because it runs every bundle; deploy for onnxruntime, and "
+                    "load with backend='openvino' (--backend openvino)"
+                )
             if target not in TARGETS:
                 raise UnknownNameError("target", target, TARGETS)
         if self.targets is not None and not self.targets:
@@ -219,13 +232,21 @@ class DeployOptions:
                 f"targets is empty; name some of {', '.join(TARGETS)}, or leave it out to build all that builds here"
             )
 
-    def _check_data(self) -> None:
+    def check_data(self) -> None:
+        """Check the real inputs, once those of a registered model are known.
+
+        Raises:
+            UsageError: an option needs real inputs, and there are none; or the labels or the metric do not fit them.
+        """
+        if self.cache_precision is not None and not self.data:
+            raise UsageError(
+                "int8 caches take their ranges from real keys and values, and no real inputs were given; give some as "
+                "data (--calibrate)"
+            )
+        if self.labels and any(map(_is_texts, self.data)):
+            raise UsageError("labels were given, and texts have none; give an .npz with every input and the labels")
         if self.labels and len(self.labels) != len(self.data):
             raise UsageError(f"{len(self.labels)} labels were given for {len(self.data)} inputs; give one for each")
-        if self.least is not None:
-            if self.metric is None:
-                raise UsageError(f"least is {self.least:g} and no metric was named; name accuracy or cosine")
-            check_least(self.least)
         if self.metric is not None:
             if not self.data:
                 raise UsageError(f"{self.metric} is measured on real inputs; give some as data")
@@ -241,7 +262,10 @@ class DeployOptions:
         """
         if self.labels:
             return self.labels
-        stored = [read_labels(Path(values)) if isinstance(values, os.PathLike) else None for values in self.data]
+        stored = [
+            read_labels(Path(values)) if isinstance(values, str | os.PathLike) and not _is_texts(values) else None
+            for values in self.data
+        ]
         labels = [array for array in stored if array is not None]
         if labels and len(labels) < len(stored):
             raise UsageError(
@@ -326,8 +350,7 @@ class DeployOptions:
             InputError: inputs that the model does not take.
         """
         cases = []
-        for values in self.data:
-            named = _read(inputs, values)
+        for named in (case for values in self.data for case in self._read(inputs, values)):
             arrays = {name: to_numpy(name, value) for name, value in named.items()}
             cases.append(
                 {spec.name: a.astype(spec.dtype) if is_floating(a := arrays[spec.name]) else a for spec in inputs}
@@ -335,6 +358,23 @@ class DeployOptions:
         takes_labels = any(spec.name == LABELS for spec in inputs)  # then labels are an input like any other
         labels = self.labels if takes_labels else self.known_labels
         return Data(cases, [np.asarray(to_numpy(LABELS, array)) for array in labels])
+
+    def _read(self, inputs: list[TensorSpec], values: Real) -> Sequence[dict[str, Any]]:
+        """Inputs by name: of one call, or of as many as the texts of a file take."""
+        if _is_texts(values):
+            if self.tokenizer is None:
+                raise UsageError(
+                    f"{values} contains texts, and the model has no tokenizer; give one (tokenizer=, --tokenizer), or "
+                    "an .npz with every input by name"
+                )
+            texts = read_texts(Path(values))
+            count = min(len(texts), MOST_TEXTS)
+            return Tokenizer(self.tokenizer).batches([texts[i * len(texts) // count] for i in range(count)], inputs)
+        if isinstance(values, str | os.PathLike):
+            values = read_inputs(inputs, [os.fspath(values)], ignored=[LABELS])
+        if not isinstance(values, Mapping):
+            return [by_name(inputs, values)]
+        return [dict(zip((spec.name for spec in inputs), in_order(inputs, values), strict=True))]
 
     def requirement(self, data: Data) -> Requirement:
         """The requirement on chosen precisions; None if they are not chosen."""
@@ -345,13 +385,5 @@ class DeployOptions:
         return Requirement(self.max_error, partial(MeasuredMetric, self.metric, metric, labels, self.least))
 
 
-def _read(inputs: list[TensorSpec], values: Real) -> dict[str, Any]:
-    """Inputs of one call by name."""
-    if isinstance(values, os.PathLike):
-        values = read_inputs(inputs, [os.fspath(values)], ignored=[LABELS])
-    if not isinstance(values, Mapping):
-        return by_name(inputs, values)
-    known = [spec.name for spec in inputs]
-    if unknown := next((name for name in values if name not in known), None):
-        raise InputError(f"real data has {unknown!r}, which the model does not take; it takes {', '.join(known)}")
-    return dict(zip(known, in_order(inputs, values), strict=True))
+def _is_texts(values: Real) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(values, str | os.PathLike) and Path(values).suffix == ".txt"

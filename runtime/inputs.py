@@ -12,7 +12,8 @@ import numpy as np
 
 from attnforge.arrays import Array, is_torch, on_gpu, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import InputError, UsageError
+from attnforge.errors import InputError, UsageError, shortened
+from attnforge.text import check_no_input
 
 ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -61,16 +62,19 @@ def in_order(specs: Sequence[TensorSpec], values: Mapping[str, Any]) -> list[Any
     """
     try:
         ordered = [values[spec.name] for spec in specs]
-    except TypeError as error:
+    except (TypeError, IndexError) as error:
         given = type(values).__name__
         raise InputError(f"inputs by name must be a mapping, not {given}; call the session to give a list") from error
     except KeyError as error:
-        known = ", ".join(spec.name for spec in specs)
-        raise InputError(f"input {error.args[0]!r} is missing; the model takes {known}") from None
+        known, given = ", ".join(spec.name for spec in specs), ", ".join(map(str, values)) or "none"
+        raise InputError(
+            f"input {error.args[0]!r} is missing; the model takes {known}, and {shortened(given)} was given"
+        ) from None
     if len(values) != len(ordered):
         names = [spec.name for spec in specs]
-        unknown = next(name for name in values if name not in names)
-        raise InputError(f"the model has no input {unknown!r}; it takes {', '.join(names)}")
+        for name in values:
+            if name not in names:
+                check_no_input(name, values[name], names)
     return ordered
 
 
@@ -174,12 +178,17 @@ def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
     if not dim.min <= size <= dim.max:
         raise InputError(
             f"dim {i} of input {spec.name!r} ({dim.text}) is {size}; the profile takes {dim.min} to {dim.max}: "
-            "deploy again with a wider torch.export.Dim"
+            f"deploy again with a wider torch.export.Dim{_for_names(dim.symbol) if size > dim.max else ''}"
         )
     if size % dim.factor:
         raise InputError(
             f"dim {i} of input {spec.name!r} is {size}; it must be a multiple of {dim.factor} ({dim.text})"
         )
+
+
+def _for_names(symbol: str) -> str:
+    """What to write for a wider dim of a model that was deployed by name."""
+    return f" (or -o max_{symbol}=… for hf: models)" if symbol in ("batch", "tokens") else ""
 
 
 # --- outputs in the caller's arrays -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from attnforge.arrays import Array, is_torch, on_gpu, to_torch
 from attnforge.bundle import Bundle, TensorSpec, Trusted, open_bundle
 from attnforge.errors import (
     AttnforgeError,
+    InputError,
     ReplacedError,
     RunError,
     UnavailableError,
@@ -27,12 +28,14 @@ from attnforge.errors import (
     UsageError,
     first_line,
 )
+from attnforge.keywords import guessable
+from attnforge.numbers import whole
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, by_preference, open_first
 from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder
-from attnforge.runtime.decoding.generation import GREEDY, Sampler, generate
+from attnforge.runtime.decoding.generation import Sampler, generate
 from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import (
     Shapes,
@@ -46,6 +49,7 @@ from attnforge.runtime.inputs import (
     writable,
 )
 from attnforge.runtime.options import Memory, Options
+from attnforge.text import Tokenizer
 
 if TYPE_CHECKING:
     from cuda.core import Event
@@ -55,6 +59,9 @@ log = logging.getLogger("attnforge")
 
 NAMES = ("auto", "eager", "onnxruntime", *BACKENDS)
 """The backends that `load` accepts."""
+
+NEW_TOKENS = 64
+"""Default maximum number of new tokens."""
 
 SHAPES_KEPT = 4096
 """Number of combinations of input shapes that a session remembers as checked."""
@@ -98,14 +105,15 @@ class Session:
         self._threads: ThreadPoolExecutor | None = None
         _SESSIONS.add(self)
 
-    def __call__(self, *values: Any, out: Any = None, stream: Any = None) -> Any:
-        """Run on inputs by position.
+    def __call__(self, *values: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
+        """Run on inputs by position, or by name as keywords.
 
         Args:
             values: the inputs: NumPy arrays, torch tensors, or arrays of any library that offers DLPack or, on a GPU,
                 `__cuda_array_interface__`.
             out: arrays to write the outputs to: one array, a sequence of arrays, or a mapping by name.
             stream: CUDA stream to run on, as in :meth:`run`.
+            named: further inputs by name.
 
         Returns:
             the output, or a tuple of outputs: torch tensors if an input is one, otherwise NumPy arrays. If an input is
@@ -116,6 +124,9 @@ class Session:
             UsageError: as in :meth:`run`.
             DeviceError: as in :meth:`run`.
         """
+        if named:
+            first = (spec.name for spec in self.inputs)
+            values = tuple(in_order(self.inputs, dict(zip(first, values, strict=False)) | named))
         if len(values) != len(self.inputs):
             by_name(self.inputs, values)  # raises, and says what the model takes
         self._check_open()
@@ -203,35 +214,71 @@ class Session:
             )
         return self._backend.decoder(batch)
 
+    @guessable()
     def generate(
         self,
         prompts: Any,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
         stop: Collection[int] | None = None,
-        sampler: Sampler = GREEDY,
+        sampler: Sampler | None = None,
         lengths: Any = None,
-    ) -> Iterator[Array]:
-        """Generate the tokens that follow prompts, with a bundle that was deployed with `cache_tokens`.
+    ) -> Iterator[Any]:
+        """Generate what follows prompts, with a bundle that was deployed with `cache_tokens`.
 
         Args:
-            prompts: `(batch, tokens)`, or `(tokens,)` for each sample, of different lengths.
-            max_new_tokens: maximum number of new tokens per sample.
+            prompts: a text, for a bundle with a tokenizer; or token ids, `(batch, tokens)`, or `(tokens,)` for each
+                sample, of different lengths.
+            max_new_tokens: maximum number of new tokens per sample; by default 64, or what the caches have room for.
+            temperature, top_k, top_p, seed: how the next token is chosen
+                (:class:`~attnforge.runtime.decoding.generation.Sampler`); by default the most likely one.
             stop: stop token ids, after which a sample ends; by default the bundle's.
-            sampler: chooses the next token; by default the most likely one.
+            sampler: chooses the next token, in place of the four numbers above.
             lengths: `(batch,)`, how many elements of each row are tokens, if the rest is padding.
 
         Returns:
-            an iterator over the next token of every sample, `(batch,)`, int64; -1 for a sample that has stopped.
+            for a text, an iterator over the pieces of the text that follows; for ids, over the next token of every
+            sample, `(batch,)`, int64, with -1 for a sample that has stopped.
 
         Raises:
             InputError: tokens that the model does not accept, or more than the caches have slots for.
-            UsageError: as in :meth:`decoder`, or the model does not return logits.
+            UsageError: as in :meth:`decoder`; the model does not return logits, or the bundle has no tokenizer.
         """
-        decoder = self.decoder(len(prompts))
-        decoding = self.bundle.manifest.decoding
+        if is_text := isinstance(prompts, str):
+            prompts = [self.tokenizer.ids(prompts)]
+        elif not hasattr(prompts, "__len__") or not all(map(np.iterable, prompts)):
+            raise InputError("generate takes a text, or the token ids of every sample, as in [[1, 450, 3118]]")
+        decoder, decoding = self.decoder(len(prompts)), self.bundle.manifest.decoding
+        if max_new_tokens is None:
+            most = max(len(row) for row in decoder.rows(prompts, lengths))
+            max_new_tokens = max(1, min(NEW_TOKENS, decoder.places - most + 1))
         ends = stop if stop is not None else decoding.stop if decoding is not None else ()
-        return generate(decoder, prompts, max_new_tokens, ends, sampler, lengths)
+        sampler = sampler or Sampler(temperature, top_k, top_p, seed)
+        tokens = generate(decoder, prompts, max_new_tokens, ends, sampler, lengths)
+        return self.tokenizer.stream(prompts[0], (int(token[0]) for token in tokens)) if is_text else tokens
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The bundle's tokenizer.
+
+        Raises:
+            UsageError: the bundle has none.
+            UnavailableError: the `tokenizers` library is not installed.
+        """
+        return Tokenizer(self.bundle)
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Array]:
+        """Encode texts to the model's inputs, one per sample, with the bundle's tokenizer: `session.run` takes them.
+
+        Raises:
+            InputError: the model takes other inputs than texts become.
+            UsageError: the bundle has no tokenizer.
+        """
+        return self.tokenizer.inputs([texts] if isinstance(texts, str) else texts, self.inputs)
 
     @property
     def schedules(self) -> dict[str, Callable[[Mapping[str, Array]], dict[str, Array]]]:
@@ -305,6 +352,13 @@ class Session:
     def _after_fork(self) -> None:
         """Start without threads: a forked child has none of its parent's threads, and would wait for them."""
         self._lock, self._threads = threading.Lock(), None
+
+    def _on(self, device: int) -> Session:
+        """The session itself, unless a CUDA device was asked for and its backend runs on the CPU."""
+        if device and self._backend.gpu is None:
+            self.close()
+            raise UsageError(f"device is {device}, and {self.backend} runs on the CPU; leave it out, or name a backend")
+        return self
 
     def _check_open(self) -> None:
         if self._closed:
@@ -440,11 +494,31 @@ def load(
     """
     if backend not in NAMES:
         raise UnknownNameError("backend", backend, NAMES)
-    options = Options(threads, device, contexts, graphs, cache)
+    options = Options(threads, whole("device", device), contexts, graphs, cache)
     for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
         with suppress(ReplacedError):  # the next attempt reads the new one
-            return _loaded(bundle, backend, module, options, trusted)
-    return _loaded(bundle, backend, module, options, trusted)
+            return _loaded(bundle, backend, module, options, trusted)._on(device)
+    return _loaded(bundle, backend, module, options, trusted)._on(device)
+
+
+def run(
+    bundle: str | os.PathLike[str] | Bundle, values: Mapping[str, Any], backend: str = "auto", **options: Any
+) -> dict[str, Any]:
+    """Load a bundle, run it once on inputs by name, and close it. For more than one run, :func:`attnforge.load` it.
+
+    Args:
+        bundle: its folder.
+        values: the inputs, by name.
+        backend: as for :func:`attnforge.load`, which the other options are for too.
+
+    Returns:
+        the outputs by name.
+
+    Raises:
+        AttnforgeError: as for :func:`attnforge.load` and :meth:`Session.run`.
+    """
+    with load(bundle, backend, **options) as session:
+        return session.run(values)
 
 
 TRIES = 5

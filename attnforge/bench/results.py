@@ -307,6 +307,12 @@ class Run(Record):
     environment: Environment
 
 
+def _reasons(measured: Model | DecodingResults) -> list[str]:
+    """Why contenders have no time."""
+    wrong = [f"{name} was not timed because its output is wrong: {reason}" for name, reason in measured.wrong.items()]
+    return [*wrong, *(f"{name} did not run: {reason}" for name, reason in measured.skipped.items())]
+
+
 class Results(Run):
     """All figures of one run of the benchmark.
 
@@ -319,6 +325,16 @@ class Results(Run):
     models: list[Model]
     growth: list[Growth] = []
     left_out: dict[str, str] = {}
+
+    def summary(self) -> str:
+        """Return the median of every contender, a line each, fastest first, and why others have none."""
+        lines = []
+        for model in self.models:
+            for contender in sorted(model.contenders, key=lambda contender: contender.latency.median.value):
+                picked = ", which auto loads" if contender.picked else ""
+                lines.append(f"{model.name}, {contender.key}: {contender.latency.median.value:.3g} ms{picked}")
+            lines += _reasons(model)
+        return "\n".join(lines)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -426,6 +442,16 @@ class DecodingResults(Run):
     contenders: list[DecodingContender] = []
     wrong: dict[str, str] = {}
     skipped: dict[str, str] = {}
+
+    def summary(self) -> str:
+        """Return the tokens per second of every contender after every context, a line each, and why others have
+        none."""
+        lines = [
+            f"{self.model}, {contender.name}: {step.per_second.value:.3g} tokens per second after {step.context}"
+            for contender in self.contenders
+            for step in contender.steps
+        ]
+        return "\n".join([*lines, *_reasons(self)])
 
     @property
     def best(self) -> DecodingContender | None:

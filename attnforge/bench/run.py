@@ -35,6 +35,7 @@ from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
 from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
+from attnforge.keywords import guessable
 from attnforge.machine import processors
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.onnxruntime import weights_of
@@ -64,6 +65,7 @@ def benchmark(
 ) -> DecodingResults: ...  # fmt: skip
 
 
+@guessable()
 def benchmark(
     bundle: Bundles,
     backends: Sequence[str] | None = None,

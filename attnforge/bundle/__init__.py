@@ -18,6 +18,7 @@ from attnforge.bundle.schema import NEXT as NEXT
 from attnforge.bundle.schema import OPENVINO as OPENVINO
 from attnforge.bundle.schema import PLAIN as PLAIN
 from attnforge.bundle.schema import PORTABLE as PORTABLE
+from attnforge.bundle.schema import PROCESSOR as PROCESSOR
 from attnforge.bundle.schema import REFERENCE_EXAMPLE as REFERENCE_EXAMPLE
 from attnforge.bundle.schema import REFERENCE_OUTPUTS as REFERENCE_OUTPUTS
 from attnforge.bundle.schema import SCHEMA_VERSION as SCHEMA_VERSION
@@ -47,6 +48,7 @@ from attnforge.bundle.schema import TensorSpec as TensorSpec
 from attnforge.bundle.schema import Tuning as Tuning
 from attnforge.bundle.schema import Wrong as Wrong
 from attnforge.bundle.schema import graph_tensors as graph_tensors
+from attnforge.bundle.schema import ranges_of as ranges_of
 from attnforge.bundle.trust import TRUSTED as TRUSTED
 from attnforge.bundle.trust import Trusted as Trusted
 from attnforge.certificate import Certificate as Certificate

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
@@ -103,6 +104,11 @@ class Bundle:
         if self.trusted:
             return "of a trusted key"
         return "not checked" if os.path.lexists(self.path / SIGNATURE) else "none"
+
+    def summary(self) -> str:
+        """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
+        not, a line each."""
+        return self.manifest.summary()
 
     def unlisted(self) -> list[str]:
         """Return the files in the folder that the manifest does not list; attnforge never reads or runs them."""
@@ -391,7 +397,7 @@ def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
         with open_regular(file, follow=False) as stream:
             data = stream.read(MOST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BundleError(f"no bundle at {path}: it has no {MANIFEST}; make one with attnforge deploy") from error
+        raise BundleError(f"no bundle at {path}: {_how_to_make_one(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise BundleError(f"no bundle at {path}: its {MANIFEST} cannot be read: {first_line(error)}") from error
     if len(data) > MOST_MANIFEST:
@@ -399,6 +405,36 @@ def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
     if data.count(b",") > MOST_VALUES:
         raise BundleError(f"{file} is not a valid manifest: it has more than {MOST_VALUES:,} values")
     return data
+
+
+def _how_to_make_one(path: Path) -> str:
+    """What to write for a bundle of a model that was given instead."""
+    if path.suffix in (".onnx", ".pt2") and path.is_file():
+        flags = " --trust-source" if path.suffix == ".pt2" else "".join(f" --dim {n}=1:4:16" for n in _dims_of(path))
+        return f"it is a model; make one with attnforge deploy {path}{flags} --out {path.stem}.bundle"
+    if (path / "config.json").is_file() or str(path).startswith("hf:"):
+        name = str(path).removeprefix("hf:")
+        return f"it is a model; make one with attnforge deploy hf:{name} --out {Path(name).name}.bundle"
+    return f"it has no {MANIFEST}; make one with attnforge deploy"
+
+
+def _dims_of(file: Path) -> list[str]:
+    """The dynamic dims of an ONNX model's inputs, as `attnforge deploy` calls them; none if it cannot be read."""
+    import onnx
+
+    try:
+        graph = onnx.load(file, load_external_data=False).graph
+    except Exception:  # protobuf's; deploy says what is wrong with the file
+        return []
+    weights = {weight.name for weight in graph.initializer}
+    dims = {
+        re.sub(r"\W+", "_", dim.dim_param).strip("_") or f"{value.name}_dim{i}": None
+        for value in graph.input
+        if value.name not in weights
+        for i, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_value <= 0
+    }
+    return list(dims)
 
 
 def _parsed_manifest(file: Path, data: bytes) -> Manifest:

@@ -44,7 +44,9 @@ SIGNATURE = "model.sig"
 """File name of a bundle's signature. The manifest does not list it."""
 
 CANONICAL = "canonical.onnx"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, PROCESSOR = "tokenizer.json", "preprocessor_config.json"
+"""Files of a Hugging Face model that a bundle keeps: how texts become token ids, and pictures become pixels."""
+
 PLAIN = "plain.onnx"
 """The graph as it was exported. Weights that the canonical graph has too are external data, in that graph's file or in
 :data:`WEIGHTS`. (In older bundles they are inputs.)"""
@@ -591,9 +593,32 @@ class Manifest(StoredRecord):
             return None
         return f"{self.name} was kept although it is wrong, or not proved to be right: {self.wrong.text()}"
 
+    @property
+    def ranges(self) -> str:
+        """The range of every dynamic dim of the inputs."""
+        return ranges_of(self.inputs)
+
+    def summary(self) -> str:
+        """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
+        not, a line each."""
+        lines = [f"{self.name} {self.precision}"]
+        for kind, specs in (("in ", self.inputs), ("out", self.outputs)):
+            lines += [f"{kind} {spec.name}: {spec.text()}" for spec in specs]
+        fused = [f"{count} fused by {target}" for target, count in self.attention.fused.items()]
+        sites = f"attention: {self.attention.sites} sites, {self.attention.canonical} canonical"
+        lines += [f"sizes: {self.ranges}"] if self.ranges else []
+        unfused = [f"not fused by {one.target}: {one.site}: {one.reason}" for one in self.attention.unfused]
+        return "\n".join([*lines, ", ".join([sites, *fused]), *unfused])
+
     def inconsistency(self) -> str | None:
         """Return the first inconsistency between fields that are valid by themselves; None if there is none."""
         return next(_inconsistencies(self), None)
+
+
+def ranges_of(inputs: list[TensorSpec]) -> str:
+    """Return the least and the largest size of every dynamic dim: `batch 1 to 8, tokens 2 to 256`."""
+    dims = {dim.text: dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)}
+    return ", ".join(f"{name} {dim.min} to {dim.max}" for name, dim in dims.items())
 
 
 def graph_tensors(

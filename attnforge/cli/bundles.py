@@ -34,7 +34,10 @@ def run(
     bundle: BundleArgument,
     inputs: Annotated[
         list[str],
-        typer.Argument(help="An .npy file, an image, an .npz file of all inputs, or name=file for each input."),
+        typer.Argument(
+            help="An .npy file, an image, a .txt file with a text on each line, an .npz of all inputs, or name=file "
+            "for each input."
+        ),
     ],
     out_file: Annotated[Path, typer.Option("--out", help="Output file (.npz).")] = Path("outputs.npz"),
     backend: Backend = "auto",
@@ -56,10 +59,12 @@ def run(
     import numpy as np
 
     from attnforge.input_files import read_inputs, write_outputs
+    from attnforge.text import read_texts
 
     check_unwritten(out_file, force)
     with attnforge.load(bundle, backend, rebuild=rebuild, trusted=trusted) as session:
-        feeds = read_inputs(session.inputs, inputs)
+        is_text = len(inputs) == 1 and inputs[0].endswith(".txt")
+        feeds = session.tokenize(read_texts(Path(inputs[0]))) if is_text else read_inputs(session.inputs, inputs)
         start = time.perf_counter()
         outputs = session.run(feeds)
         seconds = time.perf_counter() - start

@@ -10,9 +10,9 @@ import typer
 
 from attnforge.cli import printing
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Force, Json, archives, pairs, ranges
+from attnforge.cli.options import Force, Json, Options, archives, pairs, ranges
 from attnforge.cli.terminal import stages_shown
-from attnforge.errors import UnfusedError, plain
+from attnforge.errors import UnfusedError
 
 Texts = list[str] | None
 
@@ -43,7 +43,7 @@ def deploy(
             help="onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that this machine can build)."
         ),
     ] = None,
-    option: Annotated[Texts, typer.Option("--option", "-o", help="Model option, as name=value; repeatable.")] = None,
+    option: Options = None,
     require_fused: Annotated[
         Texts, typer.Option(help="Fail unless this target fuses every attention site; repeatable.")
     ] = None,
@@ -58,7 +58,10 @@ def deploy(
     ] = False,
     calibrate: Annotated[
         list[Path] | None,
-        _Accuracy(help="Real inputs (and labels) to use instead of the model's: an .npz file or a folder; repeatable."),
+        _Accuracy(
+            help="Real inputs (and labels) to use instead of the model's: an .npz file, a folder of those, or for text "
+            "models a .txt file with a text on each line; repeatable."
+        ),
     ] = None,
     metric: Annotated[str | None, _Accuracy(help="Task metric on the real inputs: accuracy or cosine.")] = None,
     least: Annotated[float | None, _Accuracy(help="Minimum value of the metric.")] = None,
@@ -112,53 +115,35 @@ def deploy(
 
     Example: `attnforge deploy model.onnx --dim batch=1:4:16 --dim tokens=1:128:512 --precision auto`
     """
-    from attnforge.bundle import check_place
     from attnforge.export.deploy import deploy as deploy_model
-    from attnforge.export.sources.named import HUGGING_FACE, model_named, texts_of
-    from attnforge.model.data import Real, real_data
 
-    if out_folder is not None:
-        check_place(out_folder, force)
     with stages_shown(as_json) as progress:
-        progress(f"build {model}")
-        stop: list[int] = []
-        options = pairs(option) | ({"random_weights": "true"} if random_weights else {})
-        if cache_tokens is not None and model.startswith(HUGGING_FACE):
-            options = {"inputs": "input_ids", "max_tokens": str(cache_tokens), **options}
-        example, source = model_named(model, options, weights, ranges(dim, "--dim"))
-        if cache_tokens is not None:
-            own, stop = texts_of(model)
-            tokenizer = tokenizer or own
-        real = real_data(model, example.args or ()) if data and not calibrate else Real()
-        name = plain(Path(model).stem) if source is None else Path(model.rpartition(":")[2]).resolve().name
-        suffix = precision or ("own" if source is None else "fp32")  # a file without a source record keeps its own
         try:
             bundle = deploy_model(
-                example.module,
-                example.args,
-                out_folder or Path(f"{name}-{suffix}"),
-                example.dynamic_shapes,
+                model,
+                None,
+                out_folder,
+                ranges(dim, "--dim"),
                 precision,
                 target,
-                name,
+                model_options=pairs(option) | ({"random_weights": "true"} if random_weights else {}),
+                weights=weights,
+                own_data=data,
                 compute_capabilities=compute_capability or (),
                 profiles=[ranges(text.split(","), "--profile") for text in profile or ()],
                 attention_precision=attention_precision,
                 require_fused=require_fused or (),
-                data=[*real.inputs, *archives(calibrate or ())],
-                labels=real.labels,
+                data=archives(calibrate or ()),
                 metric=metric,
                 least=least,
                 max_error=max_error,
                 tune=tune,
                 force=force,
                 cache=cache,
-                source=source,
                 trust_source=trust_source,
                 cache_tokens=cache_tokens,
                 cache_precision=cache_precision,
                 tokenizer=tokenizer,
-                stop=stop,
                 max_eager_error=max_eager_error,
                 keep_wrong=keep_wrong,
                 progress=progress,

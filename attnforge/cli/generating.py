@@ -18,9 +18,6 @@ from attnforge.errors import UsageError, plain
 
 _Sampling = partial(typer.Option, rich_help_panel="Sampling")
 
-MOST = 64
-"""Default maximum number of new tokens."""
-
 
 def generate(
     bundle: BundleArgument,
@@ -49,26 +46,18 @@ def generate(
 
     Example: `attnforge generate llama-fp16 --ids 1,450,3118 --json`
     """
-    import numpy as np
-
-    from attnforge.runtime.decoding.generation import Sampler
-    from attnforge.text import Tokenizer
-
     if (text is None) == (ids is None):
         raise UsageError("give either a prompt text or token ids with --ids")
-    sampler = Sampler(temperature, top_k, top_p, seed)
     with attnforge.load(bundle, backend, trusted=trusted) as session:
-        tokenizer = Tokenizer(session.bundle) if text is not None else None
+        tokenizer = session.tokenizer if text is not None else None
         prompt = whole_numbers(ids or "", "--ids") if tokenizer is None else tokenizer.ids(text or "")
         if not prompt:
             raise UsageError("the prompt has no tokens; give a longer text")
         ends = None if stop is None else whole_numbers(stop, "--stop")
-        if max_new_tokens is None:
-            decoding = session.bundle.manifest.decoding
-            room = decoding.places - len(prompt) + 1 if decoding is not None else MOST
-            max_new_tokens = max(1, min(MOST, room))
         start = time.perf_counter()
-        tokens = session.generate([np.array(prompt)], max_new_tokens, stop=ends, sampler=sampler)
+        tokens = session.generate(
+            [prompt], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
+        )
         chosen: list[int] = []
         first = 0.0
 

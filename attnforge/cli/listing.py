@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
 
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Json
+from attnforge.cli.options import Json, Options, pairs
 from attnforge.cli.terminal import escape, out, print_table, say
+from attnforge.errors import UsageError
 from attnforge.version import __version__
 
 
-def models(as_json: Json = False) -> Answer:
-    """List the registered models and their options.
+def models(
+    model: Annotated[str | None, typer.Argument(help="Show the inputs of this model, named as for deploy.")] = None,
+    option: Options = None,
+    as_json: Json = False,
+) -> Answer:
+    """List the registered models and their options, or the inputs of one model before it is deployed.
 
     Example: `attnforge models`
+
+    Example: `attnforge models hf:all-MiniLM-L6-v2 -o max_batch=32`
     """
     import inspect
 
     from attnforge.model.registry import MODELS
 
+    if model is not None:
+        return _inputs(model, pairs(option))
     options = {name: list(inspect.signature(model.make).parameters) for name, model in MODELS.items()}
 
     def view() -> None:
@@ -34,6 +47,24 @@ def models(as_json: Json = False) -> Answer:
         for name, model in MODELS.items()
     }
     return Answer(document, view)
+
+
+def _inputs(model: str, options: Mapping[str, str]) -> Answer:
+    from attnforge.bundle import ranges_of
+    from attnforge.export.sources.named import build, is_file
+    from attnforge.export.sources.torch_module import inputs_of
+
+    if is_file(model):
+        raise UsageError(f"{model} is a file, which attnforge deploy opens; it says which dims need a range")
+    example, _ = build(model, options, None)
+    inputs = inputs_of(example.module, example.args, example.dynamic_shapes)
+
+    def view() -> None:
+        for spec in inputs:
+            say(f"{spec.name}: {spec.text()}")
+        say(f"sizes: {ranges_of(inputs) or 'fixed'}")
+
+    return Answer({"inputs": [spec.model_dump() for spec in inputs]}, view)
 
 
 def doctor(as_json: Json = False) -> Answer:

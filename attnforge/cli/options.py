@@ -15,6 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 BundleArgument = Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)]
 Backend = Annotated[str, typer.Option("--backend", "-b", help="Backend by name, or auto.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Backend by name; repeatable.")]
+Options = Annotated[list[str] | None, typer.Option("--option", "-o", help="Model option, as name=value; repeatable.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
 
 TrustedKeys = Annotated[
@@ -81,16 +82,20 @@ def whole_numbers(text: str, flag: str) -> list[int]:
 
 
 def archives(paths: Iterable[Path]) -> list[Path]:
-    """Return the .npz files of real inputs: those given, and all in the folders given, sorted by name.
+    """Return the files of real inputs: the .npz files and .txt files of texts given, and all .npz files in the folders
+    given, sorted by name.
 
     Raises:
-        UsageError: a path is neither, or a folder has no .npz file.
+        UsageError: a path is none of these, or a folder has no .npz file.
     """
     files: list[Path] = []
     for path in paths:
         inputs = sorted(path.glob("*.npz")) if path.is_dir() else [path]
-        if not inputs or any(file.suffix != ".npz" or not file.is_file() for file in inputs):
-            raise UsageError(f"{path} has no real inputs; give an .npz with every input by name, or a folder of those")
+        if not inputs or any(file.suffix not in (".npz", ".txt") or not file.is_file() for file in inputs):
+            raise UsageError(
+                f"{path} has no real inputs; give an .npz with every input by name, a folder of those, or a .txt file "
+                "with a text on each line"
+            )
         files += inputs
     return files
 

@@ -26,6 +26,7 @@ from attnforge.export.diagnosis.steps import step_inputs
 from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trace
 from attnforge.export.graphs.execute import Tensors
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.keywords import guessable
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.records import Record
@@ -90,6 +91,10 @@ class Diagnosis(Record):
     not_traced: dict[str, str] = {}
     allowed: float | None = None
 
+    def summary(self) -> str:
+        """Return what was found, and where in the source."""
+        return "\n".join(filter(None, (self.finding.text(), self.finding.line)))
+
     @property
     def healthy(self) -> bool:
         """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding, or clipping
@@ -104,6 +109,7 @@ class Diagnosis(Record):
         return self.eager_error <= self.allowed
 
 
+@guessable()
 def diagnose(
     bundle: str | os.PathLike[str] | Bundle,
     backends: Sequence[str] | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from attnforge.bundle import PROCESSOR, TOKENIZER
 from attnforge.errors import UsageError, extra, raised_as, shortened
 from attnforge.export.sources import sentences
 from attnforge.memory import available
 from attnforge.model.registry import Example
 from attnforge.quiet import quiet
+from attnforge.text import TYPES
 
 SHORTEST, LONGEST = 2, 512
 """The range of the number of tokens, unless the caller or the model's position table gives a smaller maximum."""
@@ -91,8 +93,8 @@ def example(
         architecture: class in transformers, such as `T5EncoderModel`; by default the one named in the configuration,
             or for a sentence-transformers folder its transformer followed by the pooling.
         part: `encoder` or `decoder`, to deploy only that part of an encoder-decoder.
-        inputs: inputs of the deployed model, such as `input_ids,attention_mask`; by default all that are supported. A
-            decoder with a cache takes `input_ids` alone.
+        inputs: inputs of the deployed model, such as `input_ids,attention_mask`; by default all that are supported but
+            `token_type_ids`, without which all are 0. A decoder with a cache takes `input_ids` alone.
         batch, tokens: sizes of the example; tokens is by default 128, or the model's maximum if that is less.
         max_batch, max_tokens: upper bounds of the dynamic dims; max_tokens is by default the model's own, at most 512.
         dynamic: the dims that vary: `batch,tokens`, `batch`, `tokens` or `none`.
@@ -287,7 +289,8 @@ def around(
     model.config.use_cache = False
     most = max_tokens or longest(model.config)
     tokens = tokens or min(TOKENS, most)
-    inputs = _chosen(example_inputs(model, batch, tokens), only)
+    further = {TYPES} if only is not None and TYPES in only else set[str]()
+    inputs = _chosen(example_inputs(model, batch, tokens, further), only)
     bounds = {"batch": (1, batch, max_batch), "tokens": (SHORTEST, tokens, most)}
     for name in varying:
         least, usual, largest = bounds[name]
@@ -312,8 +315,8 @@ def _chosen(inputs: dict[str, Tensor], only: str | None) -> dict[str, Tensor]:
     return {name: inputs[name] for name in wanted}
 
 
-def text_end(path: str | os.PathLike[str]) -> tuple[Path | None, list[int]]:
-    """The tokenizer in a model's folder, if any, and the stop token ids of its configuration.
+def files_of(path: str | os.PathLike[str]) -> tuple[Path | None, Path | None, list[int]]:
+    """The tokenizer and the image processor in a model's folder, if any, and the stop token ids of its configuration.
 
     Args:
         path: a folder, or a configuration file.
@@ -325,7 +328,8 @@ def text_end(path: str | os.PathLike[str]) -> tuple[Path | None, list[int]]:
     except (OSError, ValueError, AttributeError, RecursionError):
         end = None
     ids = [token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int) and token >= 0]
-    return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None, ids
+    tokenizer, processor = (file if (file := folder / name).is_file() else None for name in (TOKENIZER, PROCESSOR))
+    return tokenizer, processor, ids
 
 
 def _is_text(name: str) -> bool:
@@ -345,8 +349,13 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_targ
 """The names that configurations use for the size of their position table."""
 
 
-def example_inputs(model: Any, batch: int, tokens: int) -> dict[str, Tensor]:
+def example_inputs(model: Any, batch: int, tokens: int, further: Collection[str] = ()) -> dict[str, Tensor]:
     """Example inputs by name, in the order of forward's arguments; all texts except the first end in padding.
+
+    Args:
+        model: the model.
+        batch, tokens: their sizes.
+        further: names of optional inputs that are wanted, if the model has them.
 
     Raises:
         UsageError: the model's main input is of an unsupported kind.
@@ -355,7 +364,7 @@ def example_inputs(model: Any, batch: int, tokens: int) -> dict[str, Tensor]:
     main = model.main_input_name
     if main not in _MAKERS:
         raise UsageError(f"{type(model).__name__} takes {main}; the supported main inputs are {', '.join(_MAKERS)}")
-    needed = {main}
+    needed = {main, *further}
     if main in ("input_ids", "pixel_values"):
         needed |= {"input_ids", "pixel_values"}
     if "input_ids" in takes and "input_ids" in needed:
@@ -377,6 +386,10 @@ def _attention_mask(config: Any, batch: int, tokens: int, random: torch.Generato
     mask = torch.ones(batch, tokens, dtype=torch.int64)
     mask[1:, tokens - tokens // 3 :] = 0
     return mask
+
+
+def _token_types(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
+    return torch.randint(0, getattr(config, "type_vocab_size", 1) or 1, (batch, tokens), generator=random)
 
 
 def _pixel_values(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
@@ -401,6 +414,7 @@ def _input_values(config: Any, batch: int, tokens: int, random: torch.Generator)
 _MAKERS: dict[str, Callable[[Any, int, int, torch.Generator], Tensor]] = {
     "input_ids": _token_ids,
     "attention_mask": _attention_mask,
+    "token_type_ids": _token_types,
     "decoder_input_ids": _token_ids,
     "pixel_values": _pixel_values,
     "input_features": _input_features,

@@ -6,14 +6,15 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from attnforge.bundle import Source
-from attnforge.errors import UnknownNameError, UntrustedError, UsageError, first_line
+from attnforge.errors import UnknownNameError, UntrustedError, UsageError, first_line, plain
+from attnforge.model.data import real_data as real_data
 from attnforge.model.registry import MODELS, SEED, Example, build_model, load_weights
 
 FILES = (".onnx", ".pt2")
@@ -25,14 +26,14 @@ class File(NamedTuple):
 
     module: Path
     args: None
-    dynamic_shapes: dict[str, tuple[int, int, int]]
+    dynamic_shapes: Any
 
 
 def model_named(
     model: str,
     options: Mapping[str, Any],
     weights: str | os.PathLike[str] | None,
-    dims: Mapping[str, tuple[int, int, int]],
+    dims: Any,
 ) -> tuple[Example | File, Source | None]:
     """The named model in the form that :func:`attnforge.deploy` takes, and the manifest's record of it; the record is
     None for a file, for which `deploy` writes it.
@@ -41,21 +42,23 @@ def model_named(
         model: a name as for :func:`build`, or the path of an `.onnx` or `.pt2` file.
         options: options of a registered model or a callable.
         weights: weights of a registered model or a callable.
-        dims: for a file, the least, usual and largest size of its dynamic dims, by name.
+        dims: for a file, the least, usual and largest size of its dynamic dims, by name; None or empty for others.
 
     Raises:
         UnknownNameError: no registered model or option has that name.
         UsageError: the file or callable does not exist, or the option is for another kind of source.
     """
-    if model.startswith(HUGGING_FACE) or Path(model).suffix not in FILES:
+    if not is_file(model):
         if dims:
-            raise UsageError(f"{model} defines the ranges of its dims itself; --dim is for .onnx and .pt2 files")
+            raise UsageError(
+                f"{model} defines the ranges of its dims itself; --dim (dynamic_shapes) is for .onnx and .pt2 files"
+            )
         return build(model, options, weights)
     if options or weights is not None:
         raise UsageError(f"{model} is a file that contains its weights and sizes; it takes no options and no weights")
     if not Path(model).is_file():
         raise UsageError(f"no file {model!r}; give the path of an ONNX model or an exported program, or a model's name")
-    return File(Path(model), None, dict(dims)), None
+    return File(Path(model), None, dims), None
 
 
 def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:
@@ -76,18 +79,50 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
     return KINDS[kind](model, options, None if weights is None else os.fspath(weights))
 
 
-def texts_of(model: str) -> tuple[Path | None, list[int]]:
-    """The tokenizer of the named decoder, or None, and its stop token ids."""
+class Files(NamedTuple):
+    """Files of a model's source that its bundle keeps, and its stop token ids."""
+
+    tokenizer: Path | None = None
+    processor: Path | None = None
+    stop: Sequence[int] = ()
+
+
+def files_of(model: str) -> Files:
+    """The tokenizer and the image processor of the named model, if it has them, and its stop token ids."""
     if model.startswith(HUGGING_FACE):
         from attnforge.export.sources import huggingface
 
-        return huggingface.text_end(model.removeprefix(HUGGING_FACE))
+        return Files(*huggingface.files_of(model.removeprefix(HUGGING_FACE)))
     if (registered := MODELS.get(model)) is not None:
-        return registered.tokenizer, list(registered.stop)
-    return None, []
+        return Files(registered.tokenizer, None, registered.stop)
+    return Files()
+
+
+def is_file(model: str) -> bool:
+    """Whether the name is that of a file that :func:`attnforge.deploy` reads itself."""
+    return not model.startswith(HUGGING_FACE) and Path(model).suffix in FILES
+
+
+def name_of(model: str) -> str:
+    """The default name of a named model: a file's without its suffix; a folder's, and for a snapshot of the Hugging
+    Face hub, or a folder called `model`, that of the folder that says which model it is."""
+    if is_file(model):
+        return plain(Path(model).stem)
+    path = Path(os.path.abspath(model.rpartition(":")[2]))  # a link keeps its own name
+    if not model.startswith(HUGGING_FACE):
+        return path.name
+    path = path.parent if path.is_file() else path
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.rpartition("--")[2]
+    return path.parent.name if path.name == "model" else path.name
 
 
 def _registered(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+    if model not in MODELS and os.path.exists(model):
+        raise UsageError(
+            f"{model!r} is not an .onnx or .pt2 file; give one, hf:{model} for a Hugging Face folder, or a "
+            "torch.nn.Module"
+        )
     example = build_model(model, weights=weights, **options)
     random = f"all, seed {SEED}" if weights is None and MODELS[model].weights is None else None
     return example, Source(kind="registered", name=model, options=dict(options), weights=weights, random_weights=random)

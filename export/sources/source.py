@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
 def open_source(
-    model: Model, args: Sequence[Any] | None, dynamic_shapes: Any, precision: str | None, trusted: bool = False
+    model: Model, args: Any, dynamic_shapes: Any, precision: str | None, trusted: bool = False
 ) -> tuple[Captured | Imported, Source]:
     """Open a model as a graph, with the manifest's record of its source.
 
     Args:
         model: a module, an exported program, or the path of an `.onnx` or `.pt2` file.
-        args: example inputs; None for those of a program, or random ones for an ONNX graph.
+        args: example inputs by position or by name, or one tensor; None for those of a program, or random ones for an
+            ONNX graph.
         dynamic_shapes: for a module, as for `torch.export`; for the others, the range of every dynamic dim by name.
         precision: name of a precision; None for that of a graph or program, or fp32 for a module.
         trusted: whether a `.pt2` file may be read (:func:`load_program`).
@@ -39,6 +39,8 @@ def open_source(
         CaptureError: torch cannot export the module with these arguments.
         BuildError: ONNX Runtime cannot run the graph.
     """
+    if hasattr(args, "shape"):
+        args = (args,)
     if isinstance(model, str | os.PathLike):
         file = Path(model)
         if file.suffix == ".onnx":

@@ -105,12 +105,17 @@ class Captured:
         return Float64(self.module)
 
 
-def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes, precision: Precision) -> Captured:
+def capture(
+    module: nn.Module,
+    args: Sequence[Tensor] | Mapping[str, Tensor],
+    dynamic_shapes: DynamicShapes,
+    precision: Precision,
+) -> Captured:
     """Export `module` in eval mode at `precision`. The module itself is not changed.
 
     Args:
         module: takes tensors and returns a tensor, or a tuple, list, dict or dataclass of them.
-        args: example inputs; their sizes become the profile's `opt`.
+        args: example inputs, by position or by name; their sizes become the profile's `opt`.
         dynamic_shapes: as for `torch.export`: for every input a `{dim: torch.export.Dim}`, by name or by position. A
             Dim's `min` and `max` bound what the deployed model takes.
         precision: dtype of weights, inputs and outputs.
@@ -120,7 +125,7 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
             no max, or a dim that was declared dynamic was exported as a constant.
     """
     copied = at_precision(module, precision)
-    names = _input_names(copied, args)
+    names, args = _named(copied, args)
     shapes = _by_name(names, dynamic_shapes)
     cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
@@ -170,6 +175,16 @@ def capture(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicSh
         model, copied, cast, inputs, outputs, precision, exported,
         without_effect=missing(ran, used | kept), lost=missing(used, kept),
     )  # fmt: skip
+
+
+def inputs_of(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: DynamicShapes) -> list[TensorSpec]:
+    """The inputs that :func:`capture` would give a module, which is not exported. Arguments and errors are the same."""
+    names = _input_names(module, args)
+    shapes = _by_name(names, dynamic_shapes)
+    return [
+        TensorSpec(name=name, dtype=str(arg.dtype).removeprefix("torch."), dims=_dims(name, arg, shapes.get(name)))
+        for name, arg in zip(names, args, strict=True)
+    ]
 
 
 @contextmanager
@@ -229,6 +244,19 @@ def matchers() -> list[Any]:
     """The matchers of onnxscript's rules, all of which exist after the first export; cached, because searching all
     objects of a process takes a tenth of the time of a small export."""
     return [matcher for matcher in gc.get_objects() if type(matcher).__name__ == "SimplePatternMatcher"]
+
+
+def _named(module: nn.Module, args: Sequence[Tensor] | Mapping[str, Tensor]) -> tuple[list[str], Sequence[Tensor]]:
+    """The names of the example inputs, and the inputs in the order of forward's parameters."""
+    if not isinstance(args, Mapping):
+        return _input_names(module, args), args
+    names = list(inspect.signature(module.forward).parameters)
+    if sorted(names[: len(args)]) != sorted(args):
+        raise CaptureError(
+            f"example inputs were given for {', '.join(args)}; {type(module).__name__}.forward takes "
+            f"{', '.join(names)}: give the first of these, without gaps"
+        )
+    return _named(module, [args[name] for name in names[: len(args)]])
 
 
 def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:

@@ -30,6 +30,7 @@ from attnforge.bundle import (
     used,
 )
 from attnforge.errors import BundleError, DeviceError, RunError, UnavailableError, UnknownNameError
+from attnforge.keywords import guessable
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.records import Record
@@ -150,7 +151,18 @@ class Report(Record):
     cases: list[Case] = []
     warnings: list[str] = []
 
+    def summary(self) -> str:
+        """Return the verdict on every backend, a line each."""
+        lines = [f"{self.name} {self.precision}: {'passed' if self.passed else 'FAILED'}"]
+        for name, backend in self.backends.items():
+            error, budget = scientific(backend.error), scientific(backend.budget)
+            verdict = "passed" if backend.passed else f"FAILED: {backend.missed}"
+            lines.append(f"{name}: error {error} of {budget} in {backend.case}, {backend.cases} cases; {verdict}")
+        lines += [f"{name} did not run: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join([*lines, *self.warnings])
 
+
+@guessable()
 def verify(
     bundle: str | os.PathLike[str] | Bundle,
     backends: Sequence[str] | None = None,

@@ -16,6 +16,7 @@ from torch.export import Dim
 
 import attnforge
 from tests.docs.pages import ROOT
+from tests.support.first_hour import run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch's exporter
 
@@ -86,6 +87,16 @@ def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return str(free.getsockname()[1])
+
+
+@together
+def test_a_colleagues_file_is_explained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_job("explain", folder, monkeypatch)
+    printed = capsys.readouterr().out
+    assert "sizes: batch 1 to 4, tokens 1 to 16\nattention: 1 sites, 1 canonical" in printed
+    assert "fused by onnxruntime" in printed and "own: passed\nonnxruntime-cpu: error" in printed.replace("fp32", "own")
 
 
 @together

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,9 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.cli import main
+from attnforge.errors import InputError, UnknownNameError
 from attnforge.model import Decoder
 from attnforge.text import Tokenizer as OfBundle
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
+from tests.support.first_hour import run_job
 
 pytestmark = pytest.mark.xdist_group("generating")
 
@@ -85,6 +88,22 @@ def test_a_text_goes_on(here: Run, folder: Path) -> None:
     code, shown, _ = here("generate", folder, "to be", "--max-new-tokens", "12", "--stop", "49")
     assert code == 0 and shown.startswith(document["text"])
     assert f"{len(document['tokens'])} tokens on onnxruntime-cpu; the first after" in " ".join(shown.split())
+
+
+def test_a_session_goes_on_with_a_text(folder: Path) -> None:
+    prompt = [LETTERS.index(letter) for letter in "to be"]
+    with attnforge.load(folder) as session:
+        pieces = list(session.generate("to be", 12, eos_token_id=49))  # type: ignore[call-arg]
+        ids = [int(token[0]) for token in session.generate([prompt], 12, stop=[49])]
+        assert "".join(pieces) == session.tokenizer.text([*prompt, *ids])[len("to be") :]
+        assert len(list(session.generate([prompt], temperature=1.5, seed=3, stop=[]))) == PLACES - len(prompt) + 1
+        for alone in (prompt, 3, np.array(prompt)):
+            with pytest.raises(InputError, match=r"a text, or the token ids of every sample, as in \[\[1, 450"):
+                session.generate(alone)
+        with pytest.raises(UnknownNameError, match=r"keyword of generate 'temperatures'.*did you mean temperature"):
+            session.generate("to be", temperatures=0.7)  # type: ignore[call-arg]
+        with pytest.raises(InputError, match="texts become input_ids, attention_mask, token_type_ids; the model takes"):
+            session.tokenizer.inputs(["a"], [session.inputs[0].model_copy(update={"name": "tokens"})])
 
 
 def test_ids_go_on_without_a_tokenizer(here: Run, decoders: DeployDecoder) -> None:
@@ -185,7 +204,7 @@ def test_a_long_text_takes_as_long_a_token_as_a_short_one(folder: Path) -> None:
 
 
 def test_a_hugging_face_folder_brings_its_tokenizer_and_the_end_of_its_texts(
-    here: Run, tokenizer: Path, tmp_path: Path
+    here: Run, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=30,
@@ -193,23 +212,12 @@ def test_a_hugging_face_folder_brings_its_tokenizer_and_the_end_of_its_texts(
     )  # fmt: skip
     config.save_pretrained(tmp_path / "llama")
     (tmp_path / "llama" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    out = tmp_path / "bundle"
-    code, _, error = here(
-        "deploy",
-        f"hf:{tmp_path / 'llama'}",
-        "--cache-tokens",
-        "32",
-        "--target",
-        "onnxruntime",
-        "--no-tune",
-        "--out",
-        out,
-    )
-    assert code == 0, error
+    out = run_job("stream", tmp_path, monkeypatch)["bundle"].path
+    assert out == Path("llama-fp32")
     manifest = Bundle(out).manifest
     assert manifest.decoding is not None and manifest.decoding.stop == [27, 5]
     assert [spec.text() for spec in manifest.inputs] == ["int64[batch, tokens]"]
     assert manifest.source.options == {"inputs": "input_ids", "max_tokens": "32"}
     assert here("generate", out, "hello", "--max-new-tokens", "3")[0] == 0
-    code, shown, _ = here("inspect", out)
+    _, shown, _ = here("inspect", out)
     assert "decodes: caches of 32 tokens, 4.0 KiB for each sample" in shown

@@ -478,7 +478,7 @@ def test_a_static_number_of_tokens() -> None:
         with_cache(captured.model, sites, captured.inputs, captured.outputs, 64)
 
 
-@pytest.mark.parametrize("options", [{"cache_tokens": 0}, {"cache_tokens": 2**40}, {"stop": [1]}, {"tokenizer": "t"}])
+@pytest.mark.parametrize("options", [{"cache_tokens": 0}, {"cache_tokens": 2**40}, {"stop": [1]}])
 def test_invalid_options(tmp_path: Path, options: dict[str, Any]) -> None:
     module, args, shapes = decoder_example()
     with pytest.raises(UsageError, match="cache_tokens"):

@@ -722,7 +722,7 @@ BAD: dict[str, tuple[dict[str, Any], type[AttnforgeError], str]] = {
         {"max_error": 0.1, "data": [(torch.randn(2, TOKENS, WIDTH + 1),)]}, InputError, "is 65",
     ),
     "data of another name": (
-        {"max_error": 0.1, "data": [{"y": torch.randn(1, 1, WIDTH)}]}, InputError, "real data has 'y'",
+        {"max_error": 0.1, "data": [{"y": torch.randn(1, 1, WIDTH)}]}, InputError, "takes x, and y was given",
     ),
     "data without an input": ({"max_error": 0.1, "data": [{}]}, InputError, "input 'x' is missing"),
     "an error for fp16": ({"precision": "fp16", "max_error": 0.1}, UsageError, "is for precision auto or int8"),
