@@ -246,11 +246,13 @@ def _budget(
     terms: int,
 ) -> _Budget:
     """The budget of rules 1 and 2, with everything else that the module's docstring allows."""
-    rounding = max(4 * precision.ulp(errors.largest), precision.floor * errors.largest)
+    is_tiny = 0 < errors.largest < precision.smallest_normal  # a sum is spaced as its terms are
+    spacing = precision.ulp(errors.largest) * (math.sqrt(terms) if is_tiny else 1.0)
+    rounding = max(4 * spacing, precision.floor * errors.largest)
     drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
     error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
     max_error = 2 * max(_max(errors.eager_off), math.sqrt(terms) * max_drawn) + rounding
-    if 0 < errors.largest < precision.smallest_normal:
+    if is_tiny:
         error = max(error, rounding * math.sqrt(errors.off.size) / float(np.linalg.norm(errors.truth)))
     if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):
         return _Budget(allowed.error, 2 * allowed.error * errors.largest + rounding)
