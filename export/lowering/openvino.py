@@ -5,8 +5,8 @@ itself (:mod:`attnforge.runtime.backends.openvino_graph`).
 OpenVINO's one kernel for products around a softmax takes a mask and also computes everything that it hides. In fp32,
 with 8 heads of 64 and 4,096 tokens on 2 cores, a window of 256 keys takes a fifth of the time in blocks, and causal
 attention seven tenths in four blocks. Each part is one kernel, as the whole was. No kernel stores the scores of all
-heads: over 4,096 tokens every form takes some tens of MiB beside its operands. But the mask of all pairs is in memory
-for the canonical node, 0.6 GiB for 12,288 tokens, so only blocks are measured there.
+heads: over 4,096 tokens each form takes some tens of MiB in addition to its operands. But the mask of all pairs is in
+memory for the canonical node, 0.6 GiB for 12,288 tokens, so only blocks are measured there.
 
 After Q/DQ of queries and keys the same kernel computes its first product in int8.
 """
