@@ -206,7 +206,8 @@ class _Draws:
     to err far less.
 
     Where all inputs are equal, the roundings of sums of equal terms add up, and what cancels is zero in one order and
-    not in another: float64's sums are moved as well.
+    not in another; below the normal range, products of weights and values are rounded or not, depending on when weights
+    are normalised. So float64's sums are moved there as well.
     """
 
     def __init__(
@@ -216,7 +217,9 @@ class _Draws:
         self._spreads, self._model, self._baseline = spreads, model, baseline
         self._inputs = at_precision(make_inputs(self.case, model.inputs, stored), baseline.precision)
         self._can_move = any(is_floating(array) and array.any() for array in self._inputs.values())
-        self._is_alike = self.case.kind == "constant" and any(spread.truth is not None for spread in spreads)
+        self._moves_sums = self.case.kind in ("constant", "denormal") and any(
+            spread.truth is not None for spread in spreads
+        )
         self._rng = np.random.Generator(np.random.PCG64([self.case.seed, budget.MOST_DRAWS]))
 
     def more(self) -> None:
@@ -226,7 +229,7 @@ class _Draws:
             for name, array in self._inputs.items()
         }
         eager, exact = self._baseline.eager(moved), self._model.exact(moved)
-        results = [exact, self._model.exact(self._inputs, noise=self._rng)] if self._is_alike else [exact]
+        results = [exact, self._model.exact(self._inputs, noise=self._rng)] if self._moves_sums else [exact]
         for spread in self._spreads:
             spread.draws.append(Error.of(eager[spread.output], exact[spread.output]))
             if spread.truth is not None:
@@ -236,7 +239,7 @@ class _Draws:
 
     @property
     def is_open(self) -> bool:
-        """Whether another draw may change the budget: the floor does not decide it, or terms are alike, and there are
+        """Whether another draw may change the budget: the floor does not decide it, or sums are moved, and there are
         fewer than :data:`~attnforge.runtime.parity.budget.LEAST_DRAWS` draws, or they disagree and there are fewer than
         :data:`~attnforge.runtime.parity.budget.MOST_DRAWS`. Integer inputs have no neighbours."""
         precision, count = self._baseline.precision, len(self._spreads[0].draws) - 1
@@ -245,7 +248,7 @@ class _Draws:
         near = [spread for spread in self._spreads if self.case.is_ordinary or spread.may_decide(precision)]
         least = budget.LEAST_LOW_DRAWS if precision.is_low else budget.LEAST_DRAWS
         if count < least:
-            return self._is_alike or bool(near)
+            return self._moves_sums or bool(near)
         return not all(spread.agrees for spread in near)
 
 

@@ -6,9 +6,9 @@ parameters needs no second copy in double. Casts to other floating-point types o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,15 @@ SUMS: Mapping[Any, Callable[..., int]] = {
     aten.convolution: lambda x, weight, *rest: weight[0].numel(),
     aten.scaled_dot_product_attention: lambda query, key, *rest: key.shape[-2],
     aten.native_group_norm: lambda x, *rest: x.numel() // max(rest[2] * rest[5], 1),
-    aten.native_layer_norm: lambda _, sizes, *rest: prod(sizes),
+    aten.native_layer_norm: lambda _, sizes, *rest: math.prod(sizes),
 }
 """Operators that sum products, and what returns the number of terms from their arguments."""
 
 REDUCTIONS = {aten.linalg_vector_norm, aten.logsumexp, aten.mean, aten.norm, aten.std, aten.sum, aten.var}
 """Operators whose terms are the elements that each element of the result is computed from."""
 
-UNIT = 2.0**-24
-"""The unit roundoff of fp32, the type of sums in fp32 and TF32."""
+UNIT, LEAST_STEP = 2.0**-24, 2.0**-149
+"""The unit roundoff of fp32, the type of sums in fp32 and TF32, and its smallest positive number."""
 
 KEPT = 3 << 28
 """Bytes of widened parameters that are kept for later operators and runs; other parameters are widened at each use."""
@@ -270,8 +270,9 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Each element moves by up to one unit roundoff, and all elements together by a sixth of one for each term: twice the
     root mean square, over the number of terms, of the error of equal numbers that are added one by one. Sums of terms
-    that differ err by less, since their roundings cancel. A variance does not change with the mean that it subtracts,
-    so its operand's elements move instead, by up to a quarter for each term, the largest such error of a mean.
+    that differ err by less, since their roundings cancel; but below the normal range each term is rounded to a multiple
+    of the smallest number. A variance does not change with the mean that it subtracts, so its operand's elements move
+    instead, by up to a quarter for each term, the largest such error of a mean.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -287,6 +288,7 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet in (aten.std, aten.var):  # which do not change with the mean that is subtracted
             return func(args[0] * (1 + UNIT * (1 + terms / 4) * self._drawn(args[0])), *args[1:], **(kwargs or {}))
         result.mul_(1 + UNIT * (self._rng.choice([-1, 1]) * terms / 6 + self._drawn(result)))
+        result.add_(self._drawn(result) * (result != 0), alpha=LEAST_STEP * math.sqrt(terms))
         return results
 
     def _drawn(self, like: Tensor) -> Tensor:

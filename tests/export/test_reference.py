@@ -332,7 +332,7 @@ def test_a_handful_of_elements_near_zero_by_chance_gets_the_floor_of_the_usual_s
     assert spreads[few] == pytest.approx((floor / 2 * usual, floor / 2 * (usual - 1)), rel=1e-3)
     assert max(spreads[more]) < 1e-8
     for made_small in ("scaled-0.1", "denormal"):
-        assert max(spreads[HANDFUL - 1, made_small]) < 1e-8, made_small
+        assert max(spreads[HANDFUL - 1, made_small]) < 1e-6, made_small  # one rounding of such inputs at most
 
 
 @pytest.mark.parametrize(("factor", "widened"), [(1 / 40, True), (1 / 2000, False)])
