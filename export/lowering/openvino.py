@@ -5,8 +5,8 @@ itself (:mod:`attnforge.runtime.backends.openvino_graph`).
 OpenVINO's one kernel for products around a softmax takes a mask and also computes everything that it hides. In fp32,
 with 8 heads of 64 and 4,096 tokens on 2 cores, a window of 256 keys takes a fifth of the time in blocks, and causal
 attention seven tenths in four blocks. Each part is one kernel, as the whole was. No kernel stores the scores of all
-heads: over 4,096 tokens each form takes some tens of MiB in addition to its operands. But the mask of all pairs is in
-memory for the canonical node, 0.6 GiB for 12,288 tokens, so only blocks are measured there.
+heads: over 4,096 tokens each form takes some tens of MiB in addition to its operands. For the canonical node the mask
+of all pairs is in memory, 0.6 GiB over 12,288 tokens.
 
 After Q/DQ of queries and keys the same kernel computes its first product in int8.
 """
@@ -122,7 +122,7 @@ def rows(site: str, a: Attention, in_int8: Scales | None, sizes: Mapping[str, in
         reason = "the first product is faster in int8, and its rounding is within the limit"
         found.append(Row(form, queries * keys >= INT8_SCORES, reason))
         why = "with so few queries and keys, rounding takes as long as int8 saves"
-    return [*found, Row(Candidate(CANONICAL_FORM, name, _canonical), True, why)]
+    return [*found, Row(Candidate(CANONICAL_FORM, name, _canonical, materialises_scores=False), True, why)]
 
 
 def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Row]:

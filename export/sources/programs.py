@@ -118,7 +118,8 @@ def _has_function(node: Node, known: Collection[object]) -> bool:
     if target in SAME or target in CASTS or target in (aten.mT.default, aten.numpy_T.default):
         return True
     if target == aten.chunk.default:
-        return isinstance(_chunk(node)[0], int)
+        size, _ = _chunk(node)
+        return isinstance(size, int) and size > 0  # ONNX Runtime divides by the size
     if target not in known or target in LEFT_TO_TORCH or isinstance(target, HigherOrderOperator):
         return False
     return not isinstance(target, OpOverload) or not target._schema.is_mutable

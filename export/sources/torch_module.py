@@ -203,20 +203,21 @@ def _prepared_exporter() -> Iterator[None]:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
         from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
 
-        torchs = [vars(ONNXRegistry)["from_torchlib"], _fx_passes.decompose_with_registry, vars(Promotion)["run_node"]]
+        patched = [(ONNXRegistry, "from_torchlib"), (_fx_passes, "decompose_with_registry"), (Promotion, "run_node")]
+        originals = [vars(owner)[name] for owner, name in patched]
     except (AttributeError, ImportError, KeyError):
         yield
         return
-    places = [(ONNXRegistry, "from_torchlib"), (_fx_passes, "decompose_with_registry"), (Promotion, "run_node")]
-    _, decompose, run_node = torchs
-    kept = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
-    for place, ours in zip(places, [kept, partial(decomposed, decompose), promoted(run_node)], strict=True):
-        setattr(*place, ours)
+    table = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
+    for place, replacement in zip(
+        patched, [table, partial(decomposed, originals[1]), promoted(originals[2])], strict=True
+    ):
+        setattr(*place, replacement)
     try:
         yield
     finally:
-        for place, theirs in zip(places, torchs, strict=True):
-            setattr(*place, theirs)
+        for place, original in zip(patched, originals, strict=True):
+            setattr(*place, original)
 
 
 def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:

@@ -106,7 +106,8 @@ def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
 def rsub(self: Any, other: float, alpha: float = 1) -> Any:
     """`other - alpha * self`. Torch decomposes it to a difference that its exporter refuses if self is of integers and
     other is not."""
-    if isinstance(other, float) and self.dtype.is_integer():
+    is_float = isinstance(other, float) if isinstance(other, int | float) else other.dtype.is_floating_point()
+    if is_float and self.dtype.is_integer():
         self = op.Cast(self, to=ir.DataType.FLOAT)
     if alpha != 1:
         self = op.Mul(self, op.CastLike(alpha, self))
@@ -131,6 +132,8 @@ def grouped_product(self: Any, mat2: Any, offs: Any = None, bias: Any = None, ou
         ValueError: the operands have other dims, or the number of groups is dynamic.
     """
     groups = mat2.shape[0]
+    if bias is not None or out_dtype is not None:
+        raise ValueError("grouped_mm is exported without bias and out_dtype only")
     if offs is None or len(self.shape) != 2 or len(mat2.shape) != 3 or not isinstance(groups, int):
         raise ValueError("grouped_mm is exported for rows (rows, k) and matrices (groups, k, n) of static number only")
     zero, start = op.Constant(value_ints=[0]), op.Constant(value_ints=[0])

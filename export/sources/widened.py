@@ -40,15 +40,17 @@ LEAST = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, tor
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}
 """Types of arguments that are not containers."""
 
-SQUARING = {
-    *(aten.std, aten.std_mean, aten.var, aten.var_mean, aten.linalg_vector_norm, aten.norm),
-}
+CENTRED = {aten.std, aten.std_mean, aten.var, aten.var_mean}
+"""Operators that subtract the mean of their operand."""
+
+SQUARING = CENTRED | {aten.linalg_vector_norm, aten.norm}
 """Operators that sum squares in a wider type than that of their operand, and are exported as products and sums."""
 
 SUMS: Mapping[Any, Callable[..., int]] = {
-    **dict.fromkeys((aten.mm, aten.bmm), lambda x, y: x.shape[-1]),
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), lambda x, y: x.shape[-1]),
     **dict.fromkeys((aten.addmm, aten.baddbmm), lambda _, x, *rest: x.shape[-1]),
-    **dict.fromkeys((aten._softmax, aten._log_softmax), lambda x, dim, *rest: x.shape[dim]),
+    **dict.fromkeys((aten._softmax, aten._log_softmax), lambda x, dim, *rest: x.shape[dim] if x.dim() else 1),
+    aten.cumsum: lambda x, dim, *rest: x.shape[dim] if x.dim() else 1,
     aten.convolution: lambda x, weight, *rest: weight[0].numel(),
     aten.scaled_dot_product_attention: lambda query, key, *rest: key.shape[-2],
     aten.native_group_norm: lambda x, *rest: x.numel() // max(rest[2] * rest[5], 1),
@@ -56,7 +58,10 @@ SUMS: Mapping[Any, Callable[..., int]] = {
 }
 """Operators that sum products, and what returns the number of terms from their arguments."""
 
-REDUCTIONS = {aten.linalg_vector_norm, aten.logsumexp, aten.mean, aten.norm, aten.std, aten.sum, aten.var}
+REDUCTIONS = CENTRED | {
+    *(aten.linalg_vector_norm, aten.logsumexp, aten.mean, aten.norm, aten.sum),
+    *(aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d),
+}
 """Operators whose terms are the elements that each element of the result is computed from."""
 
 UNIT, LEAST_STEP = 2.0**-24, 2.0**-149
@@ -104,6 +109,8 @@ class Float64:
                 self._parameters.are_kept = True
                 return outputs
             except CaptureError:  # code that bypasses the dispatch, such as a script, does not see widened weights
+                if noise is not None:
+                    return self(inputs)
                 self._module, self._parameters = doubled(self._module), None
         if peaks is not None:
             peaks.clear()
@@ -285,7 +292,7 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (packet not in SUMS and packet not in REDUCTIONS) or not result.is_floating_point() or not result.numel():
             return results
         terms = SUMS[packet](*args) if packet in SUMS else args[0].numel() // result.numel()
-        if packet in (aten.std, aten.var):  # which do not change with the mean that is subtracted
+        if packet in CENTRED:  # which do not change with the mean that is subtracted
             return func(args[0] * (1 + UNIT * (1 + terms / 4) * self._drawn(args[0])), *args[1:], **(kwargs or {}))
         result.mul_(1 + UNIT * (self._rng.choice([-1, 1]) * terms / 6 + self._drawn(result)))
         result.add_(self._drawn(result) * (result != 0), alpha=LEAST_STEP * math.sqrt(terms))

@@ -30,7 +30,8 @@ class Renamed(nn.Module):
         (whole,) = torch.chunk(x, chunks=1, dim=2)
         turned = (1.5 - torch.arange(5)).T, torch.rsub(seen.long(), 2.5), torch.rsub(x, 1, alpha=2).flatten(1).T
         casts = seen.mT.to(torch.int64), high.to(torch.float64).to("cpu"), unused[:0].to(x)
-        return low.mT, *casts, *fewer, whole, *turned
+        mixed = x.shape[1] * 0.5 - seen.long(), x.shape[1] - x
+        return low.mT, *casts, *fewer, whole, *turned, *mixed
 
 
 class Promoted(nn.Module):
@@ -40,6 +41,16 @@ class Promoted(nn.Module):
         count = (x > 0).sum(-1, keepdim=True)
         scores = x.sign() @ x.sign().mT  # whole numbers, which no order of addition rounds
         return count * x, count / 3, scores + scores.to(torch.float64), x > count, x * 2, torch.where(x > 0, x, 1)
+
+
+class Empty(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x[..., :0].chunk(3, -1)
+
+
+def test_parts_of_nothing() -> None:
+    """ONNX Runtime ends the process if it splits them into parts of size 0."""
+    check(Empty())
 
 
 class Decomposed(nn.Module):
