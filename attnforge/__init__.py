@@ -13,6 +13,7 @@ Names are imported when they are first used: loading and running a bundle import
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from attnforge.export.diagnosis.diagnose import diagnose
     from attnforge.runtime.backends.backend import Target
     from attnforge.runtime.parity.verify import verify
-    from attnforge.runtime.session import Session, run
+    from attnforge.runtime.session import Session
 
 __all__ = [
     "Bundle", "Session", "Target", "__version__", "bench", "benchmark", "deploy", "diagnose", "inspect", "load", "run",
@@ -47,7 +48,6 @@ _HOME = {
     "deploy": "attnforge.export.deploy",
     "diagnose": "attnforge.export.diagnosis.diagnose",
     "inspect": "attnforge.bundle:Bundle",
-    "run": "attnforge.runtime.session",
     "sign": "attnforge.bundle",
     "verify": "attnforge.runtime.parity.verify",
 }
@@ -123,6 +123,26 @@ def load(
         cache=cache,
         trusted=trusted,
     )
+
+
+def run(
+    bundle: str | os.PathLike[str] | Bundle, values: Mapping[str, Any], backend: str = "auto", **options: Any
+) -> dict[str, Any]:
+    """Load a bundle, run it once on inputs by name, and close it. For more than one run, :func:`load` it.
+
+    Args:
+        bundle: its folder.
+        values: the inputs, by name.
+        backend: as for :func:`load`, which the other options are for too.
+
+    Returns:
+        the outputs by name.
+
+    Raises:
+        AttnforgeError: as for :func:`load` and :meth:`Session.run`.
+    """
+    with load(bundle, backend, **options) as session:
+        return session.run(values)
 
 
 def __getattr__(name: str) -> object:

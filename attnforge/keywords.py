@@ -46,11 +46,12 @@ def guessable(options: type | None = None) -> Callable[[Callable[P, T]], Callabl
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
             named: dict[str, Any] = {}
+            taken = signature.bind_partial(*args).arguments.keys() | keywords.keys()
             for given, value in keywords.items():
                 name = given if given in known else ALIASES.get(given, given)
                 if name not in known:
                     raise UnknownNameError(f"keyword of {function.__name__}", given, known.keys() - {"self"})
-                if name in named or (name != given and name in keywords):
+                if name != given and name in taken:
                     raise UsageError(f"{given} is another name of {name}, and both were given; leave one out")
                 named[name] = value
             bound = signature.bind(*args, **named)

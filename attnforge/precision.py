@@ -84,7 +84,7 @@ SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "
 def spelled(precision: Any) -> Any:
     """Return the name of a precision that is given as such, by another name or as a torch dtype."""
     name = str(precision).removeprefix("torch.")
-    return SPELLINGS.get(name, precision)
+    return SPELLINGS.get(name, name if name in PRECISIONS else precision)
 
 
 def precision_named(name: str) -> Precision:

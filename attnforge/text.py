@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ def read_texts(file: Path) -> list[str]:
         InputError: the file cannot be read as UTF-8, or has no text.
     """
     with raised_as(InputError, f"{file} cannot be read as UTF-8 text"):
-        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     if not texts:
         raise InputError(f"{file} has no text; give one on each line")
     return texts
@@ -42,14 +44,14 @@ def check_no_input(name: str, value: Any, names: Collection[str]) -> None:
     """
     hint = ""
     if name == TYPES and IDS in names:
-        if not (value != 0).any():
+        if not (value.any() if hasattr(value, "any") else np.any(np.asarray(value, object))):
             return
         hint = f", and takes all token types for 0; deploy it with -o inputs={','.join((*names, TYPES))} to give others"
     raise InputError(f"the model has no input {shortened(name)!r}; it takes {', '.join(names)}{hint}")
 
 
 class Tokenizer:
-    """The tokenizer of a bundle that was deployed with one, or of a file.
+    """The tokenizer of a bundle that was deployed with one, or of a file. Any number of threads may use it at once.
 
     Args:
         source: the bundle, or a `tokenizer.json` of the `tokenizers` library.
@@ -72,10 +74,11 @@ class Tokenizer:
             self._library: Any = library.from_str(data.decode())
         self._padding = (self._library.padding or {}).get("pad_id", 0)
         self._library.no_padding()
+        self._library.no_truncation()  # and no change after that, since threads share it
+        self._truncating = functools.lru_cache(1)(functools.partial(_truncating, self._library))
 
     def ids(self, text: str) -> list[int]:
         """Encode a text to token ids."""
-        self._library.no_truncation()
         return list(self._library.encode(text).ids)
 
     def inputs(self, texts: Sequence[str], specs: Sequence[TensorSpec]) -> dict[str, Array]:
@@ -87,14 +90,16 @@ class Tokenizer:
             specs: the model's inputs.
 
         Raises:
-            InputError: the model takes other inputs.
+            InputError: the model takes other inputs, or these are not texts.
         """
+        texts = list(texts)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise InputError(f"one or more texts are needed, not {shortened(repr(texts), 40)}; give a list of strings")
         named = {spec.name: spec for spec in specs}
         if IDS not in named or not named.keys() <= set(INPUTS):
             raise InputError(f"texts become {', '.join(INPUTS)}; the model takes {', '.join(named)}: give arrays")
         least, most = _range(named[IDS], 1)
-        self._library.enable_truncation(most)
-        encoded = self._library.encode_batch(list(texts))
+        encoded = self._truncating(most).encode_batch(texts)
         length = max(least, *(len(text.ids) for text in encoded))
         rows = {IDS: [text.ids for text in encoded], MASK: [text.attention_mask for text in encoded],
                 TYPES: [text.type_ids for text in encoded]}  # fmt: skip
@@ -106,12 +111,14 @@ class Tokenizer:
         return arrays
 
     def batches(self, texts: Sequence[str], specs: Sequence[TensorSpec]) -> list[dict[str, Array]]:
-        """Encode any number of texts to batches of a model's inputs, each as large as the model takes; one text each
-        for a model without a mask, which would take padding for text."""
+        """Encode any number of texts to batches of a model's inputs, as few and as equal as the model takes; one text
+        each for a model without a mask, which would take padding for text. Too few texts are repeated."""
         least, most = _range(specs[0], 0)
         size = most if any(spec.name == MASK for spec in specs) else least
-        texts = [*texts, *texts[: -len(texts) % least]]
-        return [self.inputs(texts[i : i + size], specs) for i in range(0, len(texts), size)]
+        count = -(-len(texts) // size)
+        total = max(len(texts), count * least)
+        texts = [texts[i % len(texts)] for i in range(total)]
+        return [self.inputs(texts[i * total // count : (i + 1) * total // count], specs) for i in range(count)]
 
     def text(self, ids: list[int]) -> str:
         """Decode token ids to text."""
@@ -137,6 +144,13 @@ class Tokenizer:
                 shown = text = self.text(last)
         if text.startswith(shown) and text != shown:
             yield text[len(shown) :]
+
+
+def _truncating(library: Any, tokens: int) -> Any:
+    """A copy of a tokenizer that truncates texts."""
+    library = copy.deepcopy(library)
+    library.enable_truncation(tokens)
+    return library
 
 
 def _range(spec: TensorSpec, dim: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from attnforge.cache import DeployCache
 from attnforge.errors import UsageError
 from attnforge.export.checking import CHECKING, check
 from attnforge.export.deployment import Deployment, names_of, run_stages
+from attnforge.export.kept_files import check_processor, check_tokenizer, usable
 from attnforge.export.measuring import MEASURING, measure
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.reuse import Reuse
@@ -135,6 +136,10 @@ def deploy(
     options = DeployOptions(precision, targets, name, **keywords)
     selection = select(options.targets, options.require_fused)
     options.check_effect(selection.chosen)
+    if options.tokenizer is not None:
+        check_tokenizer(options.tokenizer)
+    if options.processor is not None:
+        check_processor(options.processor)
     with writing(out, options.force) as folder:
         if isinstance(module, str):
             module, args, dynamic_shapes, options = _built(module, args, dynamic_shapes, options, progress)
@@ -192,8 +197,8 @@ def _built(
     options = replace(
         options,
         source=options.source or source,
-        tokenizer=options.tokenizer or files.tokenizer,
-        processor=options.processor or files.processor,
+        tokenizer=options.tokenizer or usable(files.tokenizer, check_tokenizer),
+        processor=options.processor or usable(files.processor, check_processor),
         stop=options.stop or (files.stop if options.cache_tokens is not None else ()),
         data=data,
         labels=labels,

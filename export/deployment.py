@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from attnforge.bundle import (
     FLAVOURS,
     OPENVINO,
     PLAIN,
+    PROCESSOR,
     TOKENIZER,
     Case,
     Decoding,
@@ -35,7 +37,6 @@ from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.diagnosis.departure import departure
 from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.graphs.saving import Shelf
-from attnforge.export.kept_files import keep_processor, keep_tokenizer
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.measuring import SECONDS
 from attnforge.export.options import DeployOptions
@@ -273,10 +274,9 @@ def _insert_caches(d: Deployment, progress: Progress) -> None:
 
 def _save(d: Deployment, progress: Progress) -> None:
     """Save the graphs that every bundle has, keep the model's files, and describe what targets are built from."""
-    if d.options.tokenizer is not None:
-        keep_tokenizer(d.options.tokenizer, d.folder)
-    if d.options.processor is not None:
-        keep_processor(d.options.processor, d.folder)
+    for file, name in ((d.options.tokenizer, TOKENIZER), (d.options.processor, PROCESSOR)):
+        if file is not None:
+            shutil.copyfile(file, d.folder / name)
     shelf = Shelf(d.folder)
     shelf.save(d.model, CANONICAL)
     if d.keeps_weights:  # otherwise the canonical graph has other weights, which the plain one cannot share

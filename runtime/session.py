@@ -124,9 +124,11 @@ class Session:
             UsageError: as in :meth:`run`.
             DeviceError: as in :meth:`run`.
         """
-        if named:
-            first = (spec.name for spec in self.inputs)
-            values = tuple(in_order(self.inputs, dict(zip(first, values, strict=False)) | named))
+        if named and len(values) <= len(self.inputs):
+            first = dict(zip((spec.name for spec in self.inputs), values, strict=False))
+            if twice := first.keys() & named.keys():
+                raise InputError(f"input {min(twice)!r} was given twice, by position and by name; leave one out")
+            values = tuple(in_order(self.inputs, first | named))
         if len(values) != len(self.inputs):
             by_name(self.inputs, values)  # raises, and says what the model takes
         self._check_open()
@@ -275,7 +277,7 @@ class Session:
         """Encode texts to the model's inputs, one per sample, with the bundle's tokenizer: `session.run` takes them.
 
         Raises:
-            InputError: the model takes other inputs than texts become.
+            InputError: the model takes other inputs than texts become, or these are not texts.
             UsageError: the bundle has no tokenizer.
         """
         return self.tokenizer.inputs([texts] if isinstance(texts, str) else texts, self.inputs)
@@ -499,26 +501,6 @@ def load(
         with suppress(ReplacedError):  # the next attempt reads the new one
             return _loaded(bundle, backend, module, options, trusted)._on(device)
     return _loaded(bundle, backend, module, options, trusted)._on(device)
-
-
-def run(
-    bundle: str | os.PathLike[str] | Bundle, values: Mapping[str, Any], backend: str = "auto", **options: Any
-) -> dict[str, Any]:
-    """Load a bundle, run it once on inputs by name, and close it. For more than one run, :func:`attnforge.load` it.
-
-    Args:
-        bundle: its folder.
-        values: the inputs, by name.
-        backend: as for :func:`attnforge.load`, which the other options are for too.
-
-    Returns:
-        the outputs by name.
-
-    Raises:
-        AttnforgeError: as for :func:`attnforge.load` and :meth:`Session.run`.
-    """
-    with load(bundle, backend, **options) as session:
-        return session.run(values)
 
 
 TRIES = 5

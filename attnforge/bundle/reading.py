@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
@@ -410,12 +411,16 @@ def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
 def _how_to_make_one(path: Path) -> str:
     """What to write for a bundle of a model that was given instead."""
     if path.suffix in (".onnx", ".pt2") and path.is_file():
-        flags = " --trust-source" if path.suffix == ".pt2" else "".join(f" --dim {n}=1:4:16" for n in _dims_of(path))
-        return f"it is a model; make one with attnforge deploy {path}{flags} --out {path.stem}.bundle"
-    if (path / "config.json").is_file() or str(path).startswith("hf:"):
-        name = str(path).removeprefix("hf:")
-        return f"it is a model; make one with attnforge deploy hf:{name} --out {Path(name).name}.bundle"
-    return f"it has no {MANIFEST}; make one with attnforge deploy"
+        ranges = [part for name in _dims_of(path) for part in ("--dim", f"{name}=1:4:16")]
+        flags = ["--trust-source"] if path.suffix == ".pt2" else ranges
+        model, name = str(path), path.stem
+    elif (path / "config.json").is_file() or str(path).startswith("hf:"):
+        folder = str(path).removeprefix("hf:")
+        model, flags, name = f"hf:{folder}", [], Path(folder).name
+    else:
+        return f"it has no {MANIFEST}; make one with attnforge deploy"
+    command = shlex.join(["attnforge", "deploy", model, *flags, "--out", f"{name}.bundle"])
+    return f"it is a model; make one with {command}"
 
 
 def _dims_of(file: Path) -> list[str]:

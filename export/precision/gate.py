@@ -184,9 +184,10 @@ def _none_raised(graph: QuantisedGraph, judge: Judge) -> Assignment:
     high: Assignment = frozenset()
     if not (trial := judge(high)).passed:
         worst = sorted(graph.parts, key=lambda part: -part.error)[:3]
+        is_real = any(case.kind == "data" for case in judge.answers.cases)
         remedy = (
-            f"Deploy with precision auto-{graph.type}, which keeps products in fp32 as needed, give real data, which "
-            "ranges are taken from, or allow more"
+            f"Deploy with precision auto-{graph.type}, which keeps products in fp32 as needed, "
+            f"{'' if is_real else 'give real data, which ranges are taken from, '}or allow more"
             if graph.products
             else "Deploy with unquantised caches, or allow more"
         )

@@ -100,7 +100,7 @@ class Requirement:
         elif self.baseline is not None and worst.share:
             text = f"{worst.share:.2f} of the budget"
         else:
-            text = f"an error of {scientific(error)}"
+            text = f"an error of {_beside(error, self.max_error)}"
         text += f" in {worst.case.name}" if worst.case is not None else ""
         text += f", with {self.max_error:g} allowed" if self.baseline is None and self.max_error is not None else ""
         if measured is None:
@@ -108,6 +108,12 @@ class Requirement:
         report = measured.report()
         text += f"; {report.name} {report.value:.6g}, with {report.least:.6g} required"
         return Trial(worst.share if report.passed else np.inf, error, worst.case, text)
+
+
+def _beside(error: float, limit: float | None) -> str:
+    """An error in as many digits as tell it from a limit."""
+    every = (scientific(error, digits) for digits in range(2, 18))
+    return next(text for text in every if limit is None or (float(text) > limit) == (error > limit))
 
 
 @dataclass(frozen=True)

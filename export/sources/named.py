@@ -94,7 +94,8 @@ def files_of(model: str) -> Files:
 
         return Files(*huggingface.files_of(model.removeprefix(HUGGING_FACE)))
     if (registered := MODELS.get(model)) is not None:
-        return Files(registered.tokenizer, None, registered.stop)
+        tokenizer = registered.tokenizer and registered.tokenizer.resolve()  # installers may link a package's files
+        return Files(tokenizer, None, registered.stop)
     return Files()
 
 

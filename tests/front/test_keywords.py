@@ -49,6 +49,8 @@ def test_unknown_keywords_get_the_nearest_known_one() -> None:
         called(cache_token=3)
     with pytest.raises(UsageError, match="max_cache_len is another name of cache_tokens, and both were given"):
         called(max_cache_len=3, cache_tokens=4)
+    with pytest.raises(UsageError, match="target is another name of targets, and both were given"):
+        called(["a"], target="b")
     with pytest.raises(UnknownNameError, match=r"'dynamic_axes'; known: .* did you mean dynamic_shapes\?"):
         attnforge.deploy(torch.nn.Identity(), torch.ones(1), dynamic_axes={})  # type: ignore[call-arg]
 
@@ -67,7 +69,7 @@ def test_the_signature_of_deploy_has_every_option() -> None:
 
 @pytest.mark.parametrize("given", [torch.float16, "float16", "torch.float16", "half", "fp16"])
 def test_a_precision_is_also_given_as_a_dtype(given: object) -> None:
-    assert spelled(given) == "fp16"
+    assert spelled(given) == "fp16" and spelled(torch.int8) == "int8"
 
 
 def test_example_inputs_by_name() -> None:
@@ -97,12 +99,18 @@ def test_a_golden_bundle_by_guesses() -> None:
     bundle = attnforge.inspect(GOLDEN / "encoder-fp32")
     assert "sizes: " in bundle.summary() and "attention: " in bundle.summary()
     feeds = {spec.name: np.ones(shape_of(spec, sizes_at([spec], "min")), spec.dtype) for spec in bundle.manifest.inputs}
-    outputs = attnforge.run(bundle, feeds, "onnxruntime-cpu")
+    outputs = attnforge.run(bundle, feeds, "onnxruntime-cpu", cuda_graphs=False)
+    with pytest.raises(UnknownNameError, match=r"unknown keyword of load 'backends'; .* did you mean backend\?"):
+        attnforge.run(bundle, feeds, backends="onnxruntime-cpu")
     with attnforge.load(bundle, "onnxruntime-cpu", max_concurrency=1) as session:  # type: ignore[call-arg]
         (first, *_), answer = outputs.values(), session(**feeds)
         np.testing.assert_array_equal(answer[0] if isinstance(answer, tuple) else answer, first)
         with pytest.raises(InputError, match=r"is missing; the model takes .*, and wrong was given"):
             session.run({"wrong": 1})
+        with pytest.raises(InputError, match="input 'x' was given twice, by position and by name"):
+            session(feeds["x"], x=feeds["x"])
+        with pytest.raises(InputError, match="3 inputs were given; the model takes 1: x"):
+            session(1, 2, 3, x=feeds["x"])
         with pytest.raises(InputError, match="inputs by name must be a mapping, not ndarray; call the session"):
             session.run(np.ones(3))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="device is 1, and onnxruntime-cpu runs on the CPU; leave it out"):
@@ -115,8 +123,10 @@ def test_a_model_in_place_of_a_bundle_gets_the_command_that_deploys_it(tmp_path:
     text = '<ir_version: 10, opset_import: ["": 23]> graph (float[batch, N] x) => (float[batch, N] y) { y = Neg(x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "their.onnx")
     (tmp_path / "config.json").touch()
+    (tmp_path / "my $model.pt2").touch()
     for given, command in (
         ("their.onnx", "deploy {}/their.onnx --dim batch=1:4:16 --dim N=1:4:16 --out their.bundle"),
+        ("my $model.pt2", "deploy '{}/my $model.pt2' --trust-source --out 'my $model.bundle'"),
         (".", f"deploy hf:{{}} --out {tmp_path.name}.bundle"),
     ):
         message = f"it is a model; make one with attnforge {command}".format(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ import attnforge
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.cli import app
 from attnforge.errors import InputError, UsageError
+from attnforge.export.kept_files import check_processor, check_tokenizer, usable
 from attnforge.export.options import DeployOptions
 from attnforge.export.sources.huggingface import example
 from attnforge.export.sources.named import name_of
 from attnforge.input_files import read_inputs
 from attnforge.runtime.inputs import in_order
-from attnforge.text import Tokenizer
+from attnforge.text import Tokenizer, read_texts
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "a", "bird", "that", "sang", "once", "upon", "the", "tree", "away"]
 
@@ -58,10 +60,34 @@ def test_texts_become_inputs(bert: Path) -> None:
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
     assert len(tokenizer.ids("that sang once upon the tree")) == 8  # prompts are not truncated
     masked = tokenizer.batches(["a"] * 4, specs("input_ids", "attention_mask", "token_type_ids"))
-    assert [batch["token_type_ids"].shape for batch in masked] == [(3, 3), (1, 3)]
+    assert [batch["token_type_ids"].shape for batch in masked] == [(2, 3), (2, 3)]
     assert [len(batch["input_ids"]) for batch in tokenizer.batches(["a"] * 4, specs("input_ids"))] == [1] * 4
     fixed = [TensorSpec(name="input_ids", dtype="int64", dims=[3, 5])]
     assert [batch["input_ids"].shape for batch in tokenizer.batches(["a"] * 4, fixed)] == [(3, 5), (3, 5)]
+    for least, most, sizes in ((4, 8, {1: [4], 9: [4, 5]}), (3, 4, {2: [3], 5: [3, 3], 9: [3, 3, 3]})):
+        batch = DimSpec(symbol="batch", min=least, opt=least, max=most)
+        takes = [TensorSpec(name=name, dtype="int64", dims=[batch, TOKENS]) for name in ("input_ids", "attention_mask")]
+        for count, expected in sizes.items():
+            assert [len(batch["input_ids"]) for batch in tokenizer.batches(["a"] * count, takes)] == expected
+    for wrong in ([], [1]):
+        with pytest.raises(InputError, match=r"one or more texts are needed, not \[1?\]; give a list of strings"):
+            tokenizer.inputs(wrong, specs("input_ids"))  # type: ignore[arg-type]
+
+
+def test_threads_share_a_tokenizer(bert: Path) -> None:
+    """Prompts stay whole while other threads truncate texts."""
+    tokenizer, text = Tokenizer(bert / "tokenizer.json"), "a bird that sang " * 200
+
+    def lengths(_: int) -> tuple[int, ...]:
+        return len(tokenizer.ids(text)), tokenizer.inputs([text] * 4, specs("input_ids"))["input_ids"].shape[1]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(lengths, range(200))) == {(802, 6)}
+
+
+def test_lines_of_a_file_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_bytes("\ufeffa b\r\nc\u2028d\x0ce\n\n".encode())
+    assert read_texts(tmp_path / "texts.txt") == ["a b", "c\u2028d\x0ce"]
 
 
 def test_token_types_that_are_all_0_may_be_left_out(tmp_path: Path) -> None:
@@ -72,6 +98,7 @@ def test_token_types_that_are_all_0_may_be_left_out(tmp_path: Path) -> None:
         feeds = {"input_ids": ids, "token_type_ids": types}
         assert list(read_inputs(more, [str(tmp_path / "texts.npz")])) == [spec.name for spec in more]
         assert len(in_order(more, feeds)) == len(more)
+    assert len(in_order(takes, {"input_ids": ids, "token_type_ids": [[0, 0, 0], [0, 0, 0]]})) == 1
     message = r"no input 'token_type_ids'.*all token types for 0; deploy it with -o inputs=input_ids,token_type_ids"
     for read in (lambda: read_inputs(takes, [str(tmp_path / "texts.npz")]), lambda: in_order(takes, feeds)):
         with pytest.raises(InputError, match=message):
@@ -114,6 +141,35 @@ def test_a_folder_is_deployed_by_name_with_its_files(
         np.testing.assert_array_equal(session(**feeds)[0], by_name["last_hidden_state"])
 
 
+def test_files_that_cannot_be_kept_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those found in a folder: no files that links bring from elsewhere, but those of the hub's cache."""
+    folder, blobs = tmp_path / "hub/snapshots/0123", tmp_path / "hub/blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    settings, tokenizer = folder / "preprocessor_config.json", folder / "tokenizer.json"
+    contents = json.dumps({"feature_extractor_type": "ViTFeatureExtractor"})
+    (blobs / "89ab").write_text(contents)
+    settings.symlink_to("../../blobs/89ab")
+    assert usable(settings, check_processor) == settings and usable(None, check_tokenizer) is None
+    assert not caplog.messages
+    tokenizer.write_text("[1]")
+    assert usable(tokenizer, check_tokenizer) is None
+    settings.unlink()
+    (tmp_path / "theirs.json").write_text(contents)
+    settings.symlink_to(tmp_path / "theirs.json")
+    assert usable(settings, check_processor) is None
+    settings.unlink()
+    settings.write_text("{}")
+    assert usable(settings, check_processor) is None
+    reasons = (
+        "contains no tokenizer model",
+        "is a link to a file outside its folder",
+        "has no image_processor_type or",
+    )
+    for message, reason in zip(caplog.messages, reasons, strict=True):
+        assert message.startswith("the bundle keeps no ") and reason in message
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -137,6 +193,9 @@ def test_what_is_wrong_is_said_before_the_model_is_built(tmp_path: Path) -> None
     out = tmp_path / "out"
     with pytest.raises(UsageError, match="no limit was given; give max_error"):
         attnforge.deploy("hf:absent", out=out, precision="int8")
+    for option in ("tokenizer", "processor"):
+        with pytest.raises(UsageError, match=r"absent\.json is not an? .*; give a "):
+            attnforge.deploy("hf:absent", out=out, **{option: "absent.json"})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no Hugging Face configuration"):
         attnforge.deploy("hf:absent", out=out)
     with pytest.raises(UsageError, match=rf"is not an \.onnx or \.pt2 file; give one, hf:{tmp_path} for"):

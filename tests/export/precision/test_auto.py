@@ -258,6 +258,12 @@ def test_a_metric_that_is_nan_or_a_rounding_short_is_missed(value: float, passed
     assert requirement.verdict([Trial(0.0, 1e-3)], scores).text.startswith("an error of 1e-3; own")
 
 
+@pytest.mark.parametrize(("error", "shown"), [(0.0501, "5.01e-2"), (0.05, "5e-2"), (0.04999, "5e-2"), (0.1, "1e-1")])
+def test_an_error_is_shown_in_digits_that_tell_it_from_the_limit(error: float, shown: str) -> None:
+    verdict = Requirement(0.05).verdict([Trial(error / 0.05, error)])
+    assert verdict.text == f"an error of {shown}, with 0.05 allowed"
+
+
 def test_cosine_of_embeddings_without_labels(tmp_path: Path) -> None:
     module, args, _ = made(healthy)
     bundle = attnforge.deploy(
