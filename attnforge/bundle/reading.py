@@ -12,7 +12,6 @@ import hashlib
 import logging
 import mmap
 import os
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from attnforge.bundle.schema import CANONICAL, MANIFEST, OPENVINO, PLAIN, SCHEMA_VERSION, SIGNATURE, WEIGHTS, Manifest
+from attnforge.bundle.schema import (
+    CANONICAL,
+    MANIFEST,
+    OPENVINO,
+    PLAIN,
+    SCHEMA_VERSION,
+    SIGNATURE,
+    WEIGHTS,
+    Manifest,
+    dim_name,
+)
 from attnforge.bundle.trust import Trusted, keys_of, signatures
 from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, shortened
 from attnforge.files import Identity, identity, names_in, open_inside, open_regular
@@ -433,7 +442,7 @@ def _dims_of(file: Path) -> list[str]:
         return []
     weights = {weight.name for weight in graph.initializer}
     dims = {
-        re.sub(r"\W+", "_", dim.dim_param).strip("_") or f"{value.name}_dim{i}": None
+        dim_name(dim.dim_param, value.name, i): None
         for value in graph.input
         if value.name not in weights
         for i, dim in enumerate(value.type.tensor_type.shape.dim)

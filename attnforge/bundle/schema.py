@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
@@ -613,6 +614,11 @@ class Manifest(StoredRecord):
     def inconsistency(self) -> str | None:
         """Return the first inconsistency between fields that are valid by themselves; None if there is none."""
         return next(_inconsistencies(self), None)
+
+
+def dim_name(symbol: str | None, tensor: str, axis: int) -> str:
+    """Return the name of a dynamic dim of an ONNX model: its symbol as an identifier, or one made of its place."""
+    return re.sub(r"\W+", "_", symbol or "").strip("_") or f"{tensor}_dim{axis}"
 
 
 def ranges_of(inputs: list[TensorSpec]) -> str:

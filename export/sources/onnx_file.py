@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from attnforge.arrays import Array, is_floating, to_numpy
-from attnforge.bundle import Case, DimSpec, TensorSpec
+from attnforge.bundle import Case, DimSpec, TensorSpec, dim_name
 from attnforge.errors import CaptureError, UsageError, raised_as
 from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
@@ -212,8 +211,7 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
             if isinstance(dim, int) and dim > 0:
                 dims.append(dim)
                 continue
-            symbol = None if isinstance(dim, int) else dim.value
-            name = re.sub(r"\W+", "_", symbol).strip("_") if symbol else f"{value.name}_dim{i}"
+            name = dim_name(None if isinstance(dim, int) else dim.value, str(value.name), i)
             first.setdefault(name, f"dim {i} of {value.name}")
             bounds = ranges.get(name)
             dims.append(bounds[0] if bounds and bounds[0] == bounds[2] else ir.SymbolicDim(name))

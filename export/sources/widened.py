@@ -56,7 +56,7 @@ SUMS: Mapping[Any, Callable[..., int]] = {
     aten.native_group_norm: lambda x, *rest: x.numel() // max(rest[2] * rest[5], 1),
     aten.native_layer_norm: lambda _, sizes, *rest: math.prod(sizes),
 }
-"""Operators that sum products, and what returns the number of terms from their arguments."""
+"""Operators that sum, and what returns the number of terms from their arguments."""
 
 REDUCTIONS = CENTRED | {
     *(aten.linalg_vector_norm, aten.logsumexp, aten.mean, aten.norm, aten.sum),
@@ -244,7 +244,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_causal = bool(rest[1]) if len(rest) > 1 else False
             attended = _attention(query, key, value, kwargs.get("attn_mask"), is_causal, kwargs.get("scale"))
             return attended, attended.new_zeros(attended.shape[:-1])
-        if func == torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:  # which it does not take
+        if func == aten._grouped_mm.default and args[0].dtype == torch.float64:  # which it does not take
             rows, matrices, ends = args[:3]
             groups = rows.tensor_split(ends[:-1].long())
             return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
