@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,8 @@ def optimise(model: ir.Model) -> PassResult:
     common.InlinePass()(model)
     for _ in range(ROUNDS):
         optimizer.fold_constants(model, onnx_shape_inference=True)
-        rewriter.rewrite(model, _RULES)
+        with _rules_by_operator():
+            rewriter.rewrite(model, _RULES)
     for clean in (
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
@@ -78,8 +80,39 @@ def optimise(model: ir.Model) -> PassResult:
         common.NameFixPass(),
     ):
         clean(model)
-    onnx_fusions.fuse(model)
+    with _rules_by_operator():
+        onnx_fusions.fuse(model)
     return PassResult(model, True)
+
+
+@contextmanager
+def _rules_by_operator() -> Iterator[None]:
+    """Try each rule only at nodes of the operator that its pattern ends in. onnxscript tries each at every node, and
+    lists all nodes of the graph again at each for the patterns that end in two.
+
+    The matcher is private to onnxscript. With a version that has it elsewhere, this has no effect.
+    """
+    try:
+        from onnxscript.rewriter._basics import MatchResult
+        from onnxscript.rewriter._matcher import SimplePatternMatcher as Matcher
+
+        match = Matcher.match
+        fails = MatchResult().fail("another operator")
+    except (AttributeError, ImportError):
+        yield
+        return
+
+    def match_operator(matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        ends_in = matcher.pattern.output_nodes[0].op_identifier()  # None if it ends in one of several operators
+        if ends_in is None or ends_in[:2] == (node.domain, node.op_type):
+            return match(matcher, model, graph, node, **options)
+        return fails
+
+    Matcher.match = match_operator
+    try:
+        yield
+    finally:
+        Matcher.match = match
 
 
 def repair(model: ir.Model) -> PassResult:
