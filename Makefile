@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick kill fuzz lint docs bench bench-others gpu triton wheel package clean
+.PHONY: demo test quick kill fuzz lint docs bench bench-others gpu triton dist lowest clean
 
 demo: .venv/demo
-	$(BIN)/python -m attnforge.demo --out build/demo
+	$(BIN)/attnforge demo --out build/demo
 
 # Bytecode is written, whatever the environment says, for the workers and the processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
@@ -62,12 +62,19 @@ triton: .venv/ready
 .venv/triton: | .venv/ready
 	$(BIN)/python -m benchmarks.servers.triton.server >/dev/null
 
-wheel: .venv/ready
-	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+# Build the sdist, and the wheel from it, in dist/, and check both in an empty environment; TAG=v1.2.3 must be their
+# version.
+dist: .venv/ready
+	rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release/check_dist.py dist $(TAG)
 
-# Check that the wheel contains every package, its types and the weights, and works outside the source tree.
-package: wheel
-	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
+# The tests of `make quick` with the lowest versions that pyproject.toml allows.
+lowest:
+	$(PYTHON) -m venv --clear build/lowest
+	build/lowest/bin/pip install --quiet --disable-pip-version-check --upgrade pip
+	build/lowest/bin/pip install --quiet --disable-pip-version-check --constraint tests/release/lowest.txt -e '.[test]'
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -m "not slow" --numprocesses auto --dist loadgroup
 
 # The demo needs three extras; everything else needs all of them.
 .venv/demo: EXTRAS := data,openvino,report

@@ -398,6 +398,7 @@ COMMANDS = (
     "inspect",
     "sign",
     "package",
+    "demo",
     "doctor",
 )
 
