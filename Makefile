@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick kill fuzz lint docs bench bench-others gpu triton dist lowest clean
+.PHONY: demo test quick kill fuzz lint docs docs-version bench bench-others gpu triton dist lowest faults matrix clean
 
 demo: .venv/demo
 	$(BIN)/attnforge demo --out build/demo
@@ -39,6 +39,11 @@ lint: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Commit the documentation as this version's on the branch gh-pages; PUSH=--push pushes it.
+docs-version: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases \
+		$$($(BIN)/python -c 'from attnforge import __version__; print(__version__)') latest
+
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
 	$(BIN)/python -m benchmarks run suite $(if $(OLD),--compare $(OLD))
@@ -50,6 +55,15 @@ bench-others: .venv/ready
 	$(BIN)/python -m benchmarks run scaling
 	$(BIN)/python -m benchmarks run overhead
 	$(BIN)/python -m benchmarks pages
+
+# Every seeded fault in every subject at every precision: minutes to hours.
+faults: .venv/ready
+	$(BIN)/python -m benchmarks run faults
+	$(BIN)/python -m benchmarks run export-faults
+
+# Every form of attention with every release of ONNX Runtime and OpenVINO.
+matrix: .venv/ready
+	$(BIN)/python -m benchmarks run matrix
 
 # On a machine with a GPU: GPU tests, parity and latency of every backend. Without a GPU it exits with 3.
 gpu: .venv/ready
