@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick kill fuzz lint docs bench bench-others gpu triton wheel package clean
+.PHONY: demo test quick kill fuzz lint docs docs-version bench bench-others gpu triton dist lowest faults matrix clean
 
 demo: .venv/demo
-	$(BIN)/python -m attnforge.demo --out build/demo
+	$(BIN)/attnforge demo --out build/demo
 
 # Bytecode is written, whatever the environment says, for the workers and the processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
@@ -39,6 +39,11 @@ lint: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Commit the documentation as this version's on the branch gh-pages; PUSH=--push pushes it.
+docs-version: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases \
+		$$($(BIN)/python -c 'from attnforge import __version__; print(__version__)') latest
+
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready
 	$(BIN)/python -m benchmarks run suite $(if $(OLD),--compare $(OLD))
@@ -51,6 +56,15 @@ bench-others: .venv/ready
 	$(BIN)/python -m benchmarks run overhead
 	$(BIN)/python -m benchmarks pages
 
+# Every seeded fault in every subject at every precision: minutes to hours.
+faults: .venv/ready
+	$(BIN)/python -m benchmarks run faults
+	$(BIN)/python -m benchmarks run export-faults
+
+# Every form of attention with every release of ONNX Runtime and OpenVINO.
+matrix: .venv/ready
+	$(BIN)/python -m benchmarks run matrix
+
 # On a machine with a GPU: GPU tests, parity and latency of every backend. Without a GPU it exits with 3.
 gpu: .venv/ready
 	@$(BIN)/python -m benchmarks.gpu
@@ -62,12 +76,19 @@ triton: .venv/ready
 .venv/triton: | .venv/ready
 	$(BIN)/python -m benchmarks.servers.triton.server >/dev/null
 
-wheel: .venv/ready
-	rm -rf build/lib build/wheel && $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+# Build the sdist, and the wheel from it, in dist/, and check both in an empty environment; TAG=v1.2.3 must be their
+# version.
+dist: .venv/ready
+	rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release/check_dist.py dist $(TAG)
 
-# Check that the wheel contains every package, its types and the weights, and works outside the source tree.
-package: wheel
-	$(BIN)/python tests/check_wheel.py build/wheel/*.whl
+# The tests of `make quick` with the lowest versions that pyproject.toml allows.
+lowest:
+	$(PYTHON) -m venv --clear build/lowest
+	build/lowest/bin/pip install --quiet --disable-pip-version-check --upgrade pip
+	build/lowest/bin/pip install --quiet --disable-pip-version-check --constraint tests/release/lowest.txt -e '.[test]'
+	OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest -q -m "not slow" --numprocesses auto --dist loadgroup
 
 # The demo needs three extras; everything else needs all of them.
 .venv/demo: EXTRAS := data,openvino,report

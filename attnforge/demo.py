@@ -1,4 +1,4 @@
-"""Demo on real input: `python -m attnforge.demo [--out FOLDER]`.
+"""Demo on real input, for `attnforge demo`.
 
 Deploys the trained digit classifier and patch attention in fp32 and fp16, verifies every bundle, classifies the test
 set of handwritten digits with every backend, runs patch attention on a photograph, and prints a table of results per
@@ -8,15 +8,14 @@ backend.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import numpy as np
-import typer
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -59,36 +58,80 @@ Tables = dict[tuple[str, str], list[Row]]
 """Rows by model name and precision."""
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for bundles, pictures and report.")] = Path("build/demo"),
-) -> None:
-    """Deploy, verify and run the trained digit classifier and patch attention, in fp32 and fp16, on real input."""
+@dataclass(frozen=True)
+class Demo:
+    """Result of the demo.
+
+    Attributes:
+        tables: rows by model name and precision.
+        notes: why backends did not run.
+        passed: whether every bundle was verified.
+        page: the first bundle's page.
+        seconds: duration.
+    """
+
+    tables: Tables
+    notes: list[str]
+    passed: bool
+    page: Path
+    seconds: float
+
+    def document(self) -> dict[str, Any]:
+        """Return the result as a JSON document."""
+        rows = [
+            {"model": name, "precision": precision, **asdict(row)}
+            for (name, precision), table in self.tables.items()
+            for row in table
+        ]
+        return {
+            "passed": self.passed,
+            "page": str(self.page),
+            "seconds": self.seconds,
+            "notes": self.notes,
+            "rows": rows,
+        }
+
+    def show(self) -> None:
+        """Print the table, the verdict and where the pages are."""
+        _print(self.tables)
+        for note in self.notes:
+            console.print(note, style="dim", markup=False)
+        verdict = "All bundles verified" if self.passed else "[red]A bundle FAILED its verification[/]"
+        console.print(f"{verdict} in {self.seconds:.0f} s. Bundles, pictures, pages and report.md are in its folder:")
+        console.print(str(self.page), soft_wrap=True, markup=False)
+
+
+def run(out: Path, progress: Callable[[str], None]) -> Demo:
+    """Deploy, verify and run the trained digit classifier and patch attention, in fp32 and fp16, on real input.
+
+    Args:
+        out: folder for bundles, pictures, pages and report; files of an earlier demo are replaced.
+        progress: receives what is being done.
+
+    Raises:
+        UnavailableError: the packages with the images or for pages are not installed.
+    """
+    if missing := [name for name in ("sklearn", "jinja2", "matplotlib") if find_spec(name) is None]:
+        raise UnavailableError(f"the demo needs {', '.join(missing)}; pip install 'attnforge[data,report]'")
     start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     tables: Tables = {}
     skipped: list[tuple[str, str]] = []
+    pages: list[Path] = []
     passed = True
     for precision in ("fp32", "fp16"):
         for name in ("patch-attention-digits", "patch-attention"):
-            console.print(f"deploy and verify {name} in {precision} …", style="dim")
+            progress(f"deploy and verify {name} in {precision}")
             bundle = deploy(name, precision, out / f"{name}-{precision}", real_example(name))
             report = attnforge.verify(bundle)
-            with suppress(UnavailableError):  # pages need the extra attnforge[report]
-                write_page(report, bundle, out / f"{name}-{precision}.html", force=True)
+            pages.append(write_page(report, bundle, out / f"{name}-{precision}.html", force=True))
             passed = passed and report.passed
             reasons = render.by_reason(report.skipped)
             skipped += [(f"{name} in {precision}", f"{names} did not run: {reason}") for names, reason in reasons]
             tables[name, precision] = rows_of(bundle, report, out)
     notes = [f"{', '.join(bundles)}: {note}" for note, bundles in render.grouped(skipped).items()]
-    _print(tables)
     _write_report(out / "report.md", tables, notes, passed)
-    for note in notes:
-        console.print(note, style="dim", markup=False)
-    verdict = "All bundles verified" if passed else "[red]A bundle FAILED its verification[/]"
-    seconds = time.perf_counter() - start
-    console.print(f"{verdict} in {seconds:.0f} s. Bundles, pictures, pages and report.md are in {out}.", soft_wrap=True)
-    if not passed:
-        raise typer.Exit(1)
+    return Demo(tables, notes, passed, pages[0], time.perf_counter() - start)
 
 
 def real_example(name: str) -> Tensor:
@@ -230,7 +273,3 @@ def _write_report(file: Path, tables: Tables, notes: Sequence[str], passed: bool
         *(f"- {note}" for note in notes),
     ]
     write_whole(file, ("\n".join(lines) + "\n").encode())
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -127,7 +127,7 @@ def extra(module: str, name: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise UnavailableError(
-            f"{module} cannot be imported ({first_line(error)}): pip install attnforge[{name}]"
+            f"{module} cannot be imported ({first_line(error)}); pip install 'attnforge[{name}]'"
         ) from error
 
 

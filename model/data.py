@@ -1,6 +1,6 @@
 """Real inputs for some registered models: handwritten digits, as labelled images and as characters, and photographs.
 
-All of them come with scikit-learn (`pip install attnforge[data]`); without it no model has any.
+All of them come with scikit-learn (`pip install 'attnforge[data]'`); without it no model has any.
 """
 
 from __future__ import annotations

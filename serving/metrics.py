@@ -13,14 +13,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import UsageError
+from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.session import Session
 from attnforge.serving.batching import batch_of
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise UnavailableError(f"metrics need prometheus_client ({error}); pip install 'attnforge[metrics]'") from error
 
 LABELS = ("model", "precision", "backend")
 SECONDS = tuple(base * 10**power for power in (-4.0, -3.0, -2.0, -1.0, 0.0) for base in (1, 2.5, 5))

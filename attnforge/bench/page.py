@@ -31,7 +31,7 @@ def write_page(
         compared: differences from an earlier run, one sentence each.
 
     Raises:
-        UnavailableError: the packages for pages are not installed: `pip install attnforge[report]`.
+        UnavailableError: the packages for pages are not installed: `pip install 'attnforge[report]'`.
         UsageError: `path` is a folder, or exists and `force` is not given.
     """
     check_page(path, force)

@@ -1,5 +1,5 @@
 """The command line: `attnforge models | deploy | run | generate | verify | diagnose | bench | inspect | sign |
-package | doctor`.
+package | demo | doctor`.
 
 Every command takes `--json`: one JSON document on standard output, everything else on standard error. The exit code is
 0 for success, 1 for a failed check or a refused build, and 2 for misuse. Importing this package is cheap: each command
@@ -22,7 +22,7 @@ from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, inspect, run, sign, verify
 from attnforge.cli.deploying import deploy
 from attnforge.cli.generating import generate
-from attnforge.cli.listing import doctor, models
+from attnforge.cli.listing import demo, doctor, models
 from attnforge.cli.packaging import package
 from attnforge.cli.refusing import report_error
 from attnforge.cli.terminal import out
@@ -30,11 +30,15 @@ from attnforge.version import __version__
 
 __all__ = ["app", "main", "out"]
 
+FIRST_STEPS = """\
+attnforge demo          deploy and verify two small models on real input, in a few minutes
+attnforge deploy MODEL  deploy a model of your own; attnforge deploy --help says what MODEL can be
+attnforge doctor        show what this machine can build and run, and how to install the rest"""
+
 app = typer.Typer(
     name="attnforge",
     help="Deploy PyTorch attention models to ONNX Runtime, OpenVINO and TensorRT, and verify accuracy, fusion and "
     "speed.",
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -53,16 +57,21 @@ class _Command(TyperCommand):
             super().format_help(ctx, formatter)
 
 
-for command in (models, deploy, run, generate, verify, diagnose, bench, inspect, sign, package, doctor):
+for command in (models, deploy, run, generate, verify, diagnose, bench, inspect, sign, package, demo, doctor):
     app.command(cls=_Command)(answering(command))
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _without_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     terminal.begin(running=True)
     if version:
         print(__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(FIRST_STEPS)
 
 
 def main() -> None:

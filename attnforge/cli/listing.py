@@ -1,17 +1,18 @@
-"""`attnforge models` and `attnforge doctor`."""
+"""`attnforge models`, `attnforge demo` and `attnforge doctor`."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnforge.cli.answers import Answer
 from attnforge.cli.options import Json, Options, pairs
-from attnforge.cli.terminal import escape, out, print_table, say
+from attnforge.cli.terminal import escape, out, print_table, say, stages_shown
 from attnforge.errors import UsageError
 from attnforge.version import __version__
 
@@ -67,6 +68,25 @@ def _inputs(model: str, options: Mapping[str, str]) -> Answer:
     return Answer({"inputs": [spec.model_dump() for spec in inputs]}, view)
 
 
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--out", help="Folder for bundles, pictures and pages; an earlier demo's are replaced.")
+    ] = Path("attnforge-demo"),
+    as_json: Json = False,
+) -> Answer:
+    """Deploy and verify two small models on handwritten digits and a photograph: a few minutes, without a network.
+
+    Needs `attnforge[data,report]`.
+
+    Example: `attnforge demo`
+    """
+    from attnforge.demo import run
+
+    with stages_shown(as_json) as show:
+        result = run(folder, show)
+    return Answer(result.document(), result.show, result.passed)
+
+
 def doctor(as_json: Json = False) -> Answer:
     """Show which targets and backends work on this machine, and what to install for the others.
 
@@ -84,7 +104,11 @@ def doctor(as_json: Json = False) -> Answer:
     def view() -> None:
         say(f"attnforge {__version__}, Python {python}, {machine}")
         rows = [
-            (f"{what} {name}", "[green]yes[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
+            (
+                f"{what} {name}",
+                "[green]yes[/]" if reason is None else "[yellow]no[/]",
+                escape(reason or "").replace("; pip install", ";\npip install"),
+            )
             for what, reasons in (("build", build), ("run", run))
             for name, reason in reasons.items()
         ]

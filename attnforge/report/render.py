@@ -130,7 +130,7 @@ def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
     """
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install attnforge[report]")
+        raise UnavailableError(f"a page needs {' and '.join(missing)}; pip install 'attnforge[report]'")
     if os.path.isdir(path):  # False for an invalid name, which check_writable reports
         raise UsageError(f"{path} is a folder; name a file, such as {Path(path) / 'verify.html'}")
     check_writable(Path(path), force, "--html")

@@ -71,7 +71,7 @@ def write_page(
         path of the page.
 
     Raises:
-        UnavailableError: the packages that a page needs are not installed: `pip install attnforge[report]`.
+        UnavailableError: the packages that a page needs are not installed: `pip install 'attnforge[report]'`.
         UsageError: `path` is a folder, or exists and `force` is False.
         BundleError: no page can be made of the bundle's content.
     """

@@ -56,7 +56,7 @@ def make_tokenizer() -> Tokenizer:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise UnavailableError(
-            "the tokenizer needs the library tokenizers, which is not installed; pip install attnforge[hf]"
+            "the tokenizer needs the library tokenizers, which is not installed; pip install 'attnforge[hf]'"
         ) from error
     vocabulary = {character: token for token, character in enumerate(CHARACTERS)} | {"<end>": END}
     tokenizer = Tokenizer(

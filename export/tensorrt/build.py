@@ -178,7 +178,7 @@ def load_tensorrt(flavour: str) -> Any:
     try:
         return importlib.import_module(flavour)
     except ImportError as error:
-        package = "tensorrt_rtx" if flavour == "tensorrt_rtx" else "attnforge[tensorrt]"
+        package = "tensorrt_rtx" if flavour == "tensorrt_rtx" else "'attnforge[tensorrt]'"
         raise UnavailableError(f"{flavour} cannot be used here ({error}); pip install {package}") from error
 
 

@@ -154,9 +154,11 @@ FOREIGN = (
     "(trusted=…, ATTNFORGE_TRUSTED)"
 )
 NO_DEVICE = "no CUDA device: {} plans can be built and inspected without one, but run only on an NVIDIA GPU"
-LEAST = {"onnxruntime": (1, 28), "openvino": (2026, 3)}
-"""The first release of a library that computes attention correctly: `python -m benchmarks run matrix`."""
-WRONG = "{} {} computes some forms of attention wrongly; install {}.{} or later"
+NO_DRIVER = "no CUDA device: it runs only on an NVIDIA GPU, with its driver"
+LEAST = {"onnxruntime": (1, 30), "openvino": (2026, 3)}
+"""The first release of a library that computes attention correctly (`python -m benchmarks run matrix`) and does not
+abort: ONNX Runtime 1.28 and 1.29 end the process when they open an encoder in int8."""
+WRONG = "{} {} computes some forms of attention wrongly, or aborts; pip install --upgrade '{}>={}.{}'"
 UNSUPPORTED = "{} {} does not support this GPU: its compute capability is {}, and the supported ones are {}"
 
 
@@ -180,7 +182,7 @@ def _no_package(backend: str) -> str | None:
     try:
         importlib.import_module(backend)
     except ImportError as error:
-        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "attnforge[tensorrt]"
+        package = "tensorrt_rtx" if backend == "tensorrt_rtx" else "'attnforge[tensorrt]'"
         return f"{backend} is not installed ({error}); pip install {package}"
     return None
 
@@ -188,7 +190,8 @@ def _no_package(backend: str) -> str | None:
 def too_old(library: str, version: str) -> str | None:
     """Why a release of a library is not used, or None."""
     is_wrong = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST[library]
-    return WRONG.format(library, version.partition("-")[0], *LEAST[library]) if is_wrong else None
+    package = next(iter(versions([f"{library}-gpu"])), library)
+    return WRONG.format(library, version.partition("-")[0], package, *LEAST[library]) if is_wrong else None
 
 
 def _no_onnxruntime(backend: str) -> str | None:
@@ -204,7 +207,7 @@ def _no_provider(backend: str) -> str | None:
         return reason
     if (provider := REGISTRY[backend].provider) not in ort.get_available_providers():
         return f"this onnxruntime has no {provider}; pip install onnxruntime-gpu"
-    return "no CUDA device" if cuda_devices() == 0 else None
+    return NO_DRIVER if cuda_devices() == 0 else None
 
 
 def _no_tensorrt_provider(backend: str) -> str | None:
@@ -234,7 +237,7 @@ def _no_openvino(backend: str) -> str | None:
 
         openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
     except (ImportError, RuntimeError) as error:
-        return f"openvino is not installed, or finds no supported CPU ({error}); pip install attnforge[openvino]"
+        return f"openvino is not installed, or finds no supported CPU ({error}); pip install 'attnforge[openvino]'"
     return too_old("openvino", openvino.__version__)
 
 

@@ -10,8 +10,9 @@ Names are imported on first use: Ray Data does not need Ray Serve.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from attnforge.errors import extra
 
 if TYPE_CHECKING:
     from attnforge.serving.ray.deployment import PredictorDeployment
@@ -28,4 +29,4 @@ _HOME = {"Handle": "handle", "Predictor": "predictor", "PredictorDeployment": "d
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(extra(f"{__name__}.{_HOME[name]}", "ray"), name)

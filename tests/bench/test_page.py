@@ -483,7 +483,7 @@ def test_a_page_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_page(nothing, file, force=True)
     assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UnavailableError, match=re.escape("pip install attnforge[report]")):
+    with pytest.raises(UnavailableError, match=re.escape("pip install 'attnforge[report]'")):
         write_page(nothing, tmp_path / "new.html")
 
 

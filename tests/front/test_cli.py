@@ -399,6 +399,7 @@ COMMANDS = (
     "inspect",
     "sign",
     "package",
+    "demo",
     "doctor",
 )
 

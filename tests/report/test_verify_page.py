@@ -642,7 +642,7 @@ def test_what_cannot_be_written_is_reported_first(
     assert isinstance(run(app, ["verify", str(digits.path), "--html", str(tmp_path)]).exception, UsageError)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = run(app, ["verify", str(digits.path), "--html", str(tmp_path / "new.html")]).exception
-    assert isinstance(error, UnavailableError) and "pip install attnforge[report]" in str(error)
+    assert isinstance(error, UnavailableError) and "pip install 'attnforge[report]'" in str(error)
     with pytest.raises(UnavailableError):
         check_page(tmp_path / "new.html")
 

@@ -91,9 +91,9 @@ def test_a_gpu_that_tensorrt_rtx_does_not_support_is_named(
 @pytest.mark.parametrize(
     ("library", "backend", "version", "reason"),
     [
-        ("onnxruntime", "onnxruntime-cpu", "1.27.1", "onnxruntime 1.27.1 computes .* wrongly; install 1.28 or later"),
-        ("onnxruntime", "onnxruntime-cpu", "1.28.0", None),
-        ("openvino", "openvino", "2026.2.1-21919-abc", "openvino 2026.2.1 computes .*; install 2026.3 or later"),
+        ("onnxruntime", "onnxruntime-cpu", "1.29.1", r"onnxruntime 1.29.1 .*; pip .* 'onnxruntime(-gpu)?>=1.30'"),
+        ("onnxruntime", "onnxruntime-cpu", "1.30.0", None),
+        ("openvino", "openvino", "2026.2.1-21919-abc", "openvino 2026.2.1 .*; pip .* 'openvino>=2026.3'"),
         ("openvino", "openvino", "2026.10.0-1-a", None),
     ],
 )

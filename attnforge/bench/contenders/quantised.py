@@ -128,7 +128,8 @@ def _installed(module: str) -> Any:
     """
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        raise UnavailableError(f"{package} is not installed; pip install {package}")
+        name = "'attnforge[peers]'" if package == "nncf" else package
+        raise UnavailableError(f"{package} is not installed; pip install {name}")
     os.environ.setdefault("NNCF_CI", "1")  # otherwise nncf sends usage telemetry
     return importlib.import_module(module)
 

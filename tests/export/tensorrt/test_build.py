@@ -251,7 +251,7 @@ def test_tensorrt_is_distinguished_from_tensorrt_rtx(tmp_path: Path) -> None:
     try:
         load_tensorrt("tensorrt")
     except UnavailableError as error:
-        assert "pip install attnforge[tensorrt]" in str(error)
+        assert "pip install 'attnforge[tensorrt]'" in str(error)
     else:
         inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
         with pytest.raises(UsageError, match="tensorrt builds for a GPU of this machine"):
