@@ -15,7 +15,7 @@ from attnforge.report import map_pictures
 from attnforge.report.attention_maps import AttentionMaps, PatchGrid, SiteMaps, patch_grid
 from attnforge.report.charts import Picture
 
-MOST_DRAWN = 4
+MOST_DRAWN = 3
 """Maximum number of sites with drawn maps."""
 
 

@@ -42,7 +42,7 @@ def photograph(image: Array, alt: str, query: tuple[int, int, int] | None = None
     """Draw the image (height, width, channels); `query` is row, column and side of a square to mark."""
     with drawing(3.5, 2.9, layout=None) as figure:
         _show_image(figure, image, query)
-        return embedded(figure, "png", alt, dpi=144)
+        return embedded(figure, "png", alt)
 
 
 def overlay(
@@ -58,7 +58,7 @@ def overlay(
         axes = _show_image(figure, image.mean(axis=-1, keepdims=True), query)
         shown = _show(axes, grid, ends, image.shape, cmap="RdBu_r" if difference else "inferno", alpha=0.65)
         _colorbar(figure, shown, ends, difference)
-        return embedded(figure, "png", alt, dpi=144)
+        return embedded(figure, "png", alt)
 
 
 def pooled(values: Array, extreme: bool = False) -> Array:
