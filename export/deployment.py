@@ -36,7 +36,7 @@ from attnforge.export.certificate import certify, check_fused, masks_of
 from attnforge.export.decoding.insert import one_token, with_cache
 from attnforge.export.diagnosis.departure import departure
 from attnforge.export.expected_caches import ExpectedCaches
-from attnforge.export.graphs.saving import Shelf
+from attnforge.export.graphs.saving import Shelf, bytes_of_weights
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.measuring import SECONDS
 from attnforge.export.options import DeployOptions
@@ -59,6 +59,10 @@ from attnforge.memory import give_back
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Stages
 from attnforge.runtime.cases import WHOLE_CACHE, sizes_at
+
+SMALL = 32 * 2**20
+"""Bytes of weights up to which the memory of an export is not collected before the reference is computed: searching all
+of torch's objects takes half a second, as long as the other stages of a small model."""
 
 
 @dataclass
@@ -308,7 +312,8 @@ def _lower(d: Deployment, progress: Progress, target: str) -> None:
 
 
 def _compute_reference(d: Deployment, progress: Progress) -> None:
-    give_back()
+    if bytes_of_weights(d.model) > SMALL:
+        give_back()
     alone = d.attention if d.quantised is None else None  # its error is far below that of quantised products
     whole = d.model if d.decoding is None else d.whole
     make = partial(write_reference, d.folder, d.reference, whole, alone, d.data, progress, d.expected)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import UnavailableError
 from attnforge.export.flops import Uncountable, shape_at
+from attnforge.export.graphs.saving import bytes_of_weights
 from attnforge.memory import available
 from attnforge.precision import Precision
 
@@ -44,7 +45,7 @@ class MemoryNeeds:
         backends that are measured keep their weights and the activations at the bundle's precision. Scores are not
         counted, because it is not yet known whether a form materialises them.
         """
-        weights = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
+        weights = bytes_of_weights(self.model)
         live = most_alive(self.model, self.sizes)
         builder = BUILDER * weights if not set(FLAVOURS).isdisjoint(self.targets) else 0
         backends = 2 * weights + live * max(self.precision.dtype.itemsize, 4) if self.tune else 0

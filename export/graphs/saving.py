@@ -32,14 +32,15 @@ def save(model: ir.Model, file: Path, limit: int = LIMIT) -> None:
             in memory once, and not a second time as part of the graph.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    if _bytes_of_weights(model) > limit:
+    if bytes_of_weights(model) > limit:
         ir.save(model, file, external_data=f"{file.name}.data", alignment=_ALIGNED)
         return
     ir.external_data.load_to_model(model)  # weights read from another file would still point there
     ir.save(model, file)
 
 
-def _bytes_of_weights(model: ir.Model) -> int:
+def bytes_of_weights(model: ir.Model) -> int:
+    """The bytes of all weights of a graph."""
     weights = model.graph.initializers.values()
     return sum(value.const_value.nbytes for value in weights if value.const_value is not None)
 
@@ -68,7 +69,7 @@ class Shelf:
         Returns:
             The name of the file that was written; a large model is written to the folder of the bundle itself.
         """
-        if _bytes_of_weights(model) <= SHELVED:
+        if bytes_of_weights(model) <= SHELVED:
             file = self._folder / name
             save(model, file.with_name(f".{file.name}"))
             file.with_name(f".{file.name}").rename(file)  # a builder may be reading an equal file
@@ -109,7 +110,7 @@ class Shelf:
             name: name of its file in the bundle's folder.
             other: a model that is already saved as `other_name` in the bundle's folder.
         """
-        if _bytes_of_weights(model) > SHELVED:
+        if bytes_of_weights(model) > SHELVED:
             self.save(model, name)
             return
         light, shared = model.clone(), other.graph.initializers

@@ -94,9 +94,10 @@ def _rules_by_operator() -> Iterator[None]:
     """
     try:
         from onnxscript.rewriter._basics import MatchResult
-        from onnxscript.rewriter._matcher import SimplePatternMatcher as Matcher
+        from onnxscript.rewriter._matcher import SimplePatternMatcher
 
-        match = Matcher.match
+        matchers: Any = SimplePatternMatcher
+        match = matchers.match
         fails = MatchResult().fail("another operator")
     except (AttributeError, ImportError):
         yield
@@ -108,11 +109,11 @@ def _rules_by_operator() -> Iterator[None]:
             return match(matcher, model, graph, node, **options)
         return fails
 
-    Matcher.match = match_operator
+    matchers.match = match_operator
     try:
         yield
     finally:
-        Matcher.match = match
+        matchers.match = match
 
 
 def repair(model: ir.Model) -> PassResult:

@@ -177,8 +177,10 @@ class _Widen:
         """The arguments with every operand widened. This runs twice per operator, so the most common types are handled
         here; torch's pytrees, which know every container, take four times as long."""
         kind = type(arguments)
+        if kind is Tensor or kind is nn.Parameter:
+            return self._tensor(arguments) if arguments.dtype in WIDE else arguments
         if kind is tuple or kind is list:
-            return kind(map(self, arguments))
+            return kind([self(argument) for argument in arguments])
         if kind is dict:
             return {name: self(argument) for name, argument in arguments.items()}
         if kind in PLAIN or isinstance(arguments, Tensor):

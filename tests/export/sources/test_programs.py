@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.onnx._internal.exporter import _fx_passes
 
 from attnforge.errors import CaptureError
 from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.sources import repair
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 
@@ -84,3 +88,40 @@ def test_what_has_no_function_is_decomposed_by_torch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", refuse)
     with pytest.raises(CaptureError, match="torch decomposes the program"):
         capture(Decomposed().eval(), (torch.randn(2, 5, 8),), SHAPES, precision_named("fp32"))
+
+
+class Simplified(nn.Module):
+    """Operators that rules replace, alone and in pairs, and two that are fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = torch.cat((-x[..., 4:], x[..., :4]), -1)
+        turned = (x * 1 + 0).mT.mT.to(torch.float64).to(torch.float32)
+        flat = self.norm(turned + halves).reshape(-1, 4).reshape(x.shape[0], -1, 8)
+        result: Tensor = flat.clamp(min=0).relu().unsqueeze(0).unsqueeze(0).squeeze(0)
+        return result
+
+
+def test_rules_by_operator_change_what_all_rules_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is the same to the byte as where onnxscript tries every rule at every node, which takes far longer."""
+    example, match = (torch.randn(2, 5, 8),), SimplePatternMatcher.match
+    tried: list[ir.Node] = []
+
+    def noted(matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        tried.append(node)
+        return match(matcher, model, graph, node, **options)
+
+    monkeypatch.setattr(SimplePatternMatcher, "match", noted)
+
+    def exported() -> tuple[bytes, int]:
+        tried.clear()
+        model = capture(Simplified(), example, SHAPES, precision_named("fp32")).model
+        return ir.to_proto(model).SerializeToString(deterministic=True), len(tried)
+
+    fast, few = exported()
+    monkeypatch.setattr(repair, "_rules_by_operator", nullcontext)
+    slow, many = exported()
+    assert fast == slow and 0 < 5 * few < many

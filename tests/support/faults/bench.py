@@ -76,6 +76,7 @@ class Bench:
         model = bundle.manifest.targets[OPENVINO if backend == OPENVINO else "onnxruntime"].model
         self._folder = Path(shutil.copytree(bundle.path, folder))
         self._file, self._model = self._folder / model, ir.load(bundle.path / model)
+        self._bytes = serialized(self._model)
         manifest, stored = bundle.manifest, stored_inputs(bundle)
         self._manifest = manifest
         self._inputs = {
@@ -135,11 +136,10 @@ class Bench:
             NotThere: the graph lacks what the fault alters, or did not change.
         """
         model = self._model.clone()
-        before = ir.to_proto(model).SerializeToString(deterministic=True)
         fault.alter(Graph(model))
-        if fault.driver is None and ir.to_proto(model).SerializeToString(deterministic=True) == before:
+        if (altered := serialized(model)) == self._bytes and fault.driver is None:
             raise NotThere(f"{fault.name} changed nothing in {self.name}")
-        ir.save(model, self._file)
+        self._file.write_bytes(altered)
         return model, rewrite(self._folder)
 
     def tried(self, fault: Fault) -> Row:
@@ -193,6 +193,11 @@ def over(comparison: Comparison) -> float:
         return math.inf
     most = comparison.max_error / comparison.max_budget if comparison.max_budget else math.inf
     return max(comparison.error / comparison.budget, most)
+
+
+def serialized(model: ir.Model) -> bytes:
+    data: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
+    return data
 
 
 def wide(array: Array) -> Array:
