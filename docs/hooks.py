@@ -31,6 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = _examples() if source == "examples" else _of_root(source)
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference/cli.md", content="\n".join(_command_line())))
+    files.append(File.generated(config, "llms.txt", content="\n".join(_for_models(files, config.nav or []))))
     return files
 
 
@@ -60,6 +61,25 @@ def _of_root(name: str) -> str:
 
     text = (ROOT / name).read_text(encoding="utf-8")
     return re.sub(r"\]\((?!https?://)([^)]+)\)", target, text).replace('src="docs/', 'src="')
+
+
+def _for_models(files: Files, nav: list[Any]) -> Iterator[str]:
+    """Yield the lines of llms.txt (https://llmstxt.org): what this is, and the first sentence of every page."""
+    about = _first_sentence(files.src_uris["index.md"])
+    yield f"# attnforge\n\n> {about}\n\n## Pages\n"
+    for entry in nav:
+        for title, page in entry.items():
+            for child in page if isinstance(page, list) else [{title: page}]:
+                file = files.src_uris[next(iter(child.values()))]
+                yield f"- [{next(iter(child))}]({file.url}): {_first_sentence(file)}"
+
+
+def _first_sentence(file: File) -> str:
+    """Return the first sentence of a page's first paragraph; empty if it has none."""
+    parts = file.content_string.split("\n\n")[1:]
+    paragraph = next((part for part in parts if re.match(r"[\w`*\[]", part) and "```" not in part), "")
+    words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split())).replace("*", "")
+    return re.split(r"(?<=[.:])\s", words)[0]
 
 
 def _examples() -> str:

@@ -165,13 +165,18 @@ def diagnose(
     return Answer(diagnosis.model_dump(), lambda: _print_diagnosis(diagnosis), diagnosis.healthy)
 
 
-def inspect(bundle: BundleArgument, trusted: TrustedKeys = None, as_json: Json = False) -> Answer:
+def inspect(
+    bundle: BundleArgument,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Add what each stage of deploying cost.")] = False,
+    trusted: TrustedKeys = None,
+    as_json: Json = False,
+) -> Answer:
     """Show a bundle's contents and how each attention site was lowered.
 
     Example: `attnforge inspect vit-fp16 --json`
     """
     opened = attnforge.Bundle(bundle, trusted=trusted)
-    return Answer(printing.summary(opened), lambda: printing.print_bundle(opened))
+    return Answer(printing.summary(opened), lambda: printing.print_bundle(opened, verbose=verbose))
 
 
 def sign(

@@ -27,8 +27,8 @@ def summary(bundle: Bundle) -> dict[str, Any]:
     return {**manifest, "cases": len(bundle.manifest.cases), **files, "signature": bundle.signature}
 
 
-def print_bundle(bundle: Bundle) -> None:
-    """Print a bundle's contents and how each attention site was lowered."""
+def print_bundle(bundle: Bundle, verbose: bool = True) -> None:
+    """Print a bundle's contents and how each attention site was lowered, and with `verbose` what deploying it cost."""
     manifest = bundle.manifest
     out.print(f"[bold]{escape(manifest.name)}[/] {manifest.precision} in {escape(str(bundle.path))}", soft_wrap=True)
     for kind, specs in (("in ", manifest.inputs), ("out", manifest.outputs)):
@@ -69,7 +69,8 @@ def print_bundle(bundle: Bundle) -> None:
     if manifest.doubt is not None:
         say(manifest.doubt, "red")
     say_reasons(manifest.skipped, "not built for {}", "dim")
-    _print_cost(manifest)
+    if verbose:
+        _print_cost(manifest)
     if others := bundle.unlisted():
         from attnforge.bundle import unlisted_text
 
@@ -135,12 +136,26 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
 
 def print_sites(attention: Certificate) -> None:
     """Print how many sites are fused, and each group of alike sites once."""
-    fused = ", ".join(f"{count} of {attention.sites} fused by {name}" for name, count in attention.fused.items())
+    fused = ", ".join(
+        f"{count} of {attention.sites} fused by {name}{_faster_unfused(attention, name)}"
+        for name, count in attention.fused.items()
+    )
     say(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
     for sites in alike(attention.details):
         _print_group([site.site for site in attention.details], sites)
     for names, reason in by_reason(attention.other_softmaxes):
         say(f"softmax, but no attention, in {names}: {reason}", "dim", indent=2)
+
+
+def _faster_unfused(attention: Certificate, target: str) -> str:
+    """Return how many sites have an unfused form because it took less time than the fused ones; empty if none has."""
+    lowered = (site.targets[target] for site in attention.details if target in site.targets)
+    faster = sum(one.kernel is None and _is_measured(one.reason) for one in lowered)
+    return f" ({faster} faster unfused)" if faster else ""
+
+
+def _is_measured(reason: str | None) -> bool:
+    return (reason or "").startswith("measured")
 
 
 def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
@@ -182,7 +197,8 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
             say(f"fused: {_first_of([v.kernel for v in versions])}", "green", indent=6)
             say(_first_of([v.why for v in versions]), "dim", indent=6)
         elif target.reason is not None:
-            say(f"not fused: {_first_of([v.reason for v in versions])}", "yellow", indent=6)
+            text, style = ("faster unfused", None) if _is_measured(target.reason) else ("not fused", "yellow")
+            say(f"{text}: {_first_of([v.reason for v in versions])}", style, indent=6)
         else:
             say(_first_of([v.why for v in versions]), "dim", indent=6)
 

@@ -70,6 +70,12 @@ def embedded(figure: Figure, kind: Literal["svg", "png"], alt: str, dpi: int = 9
     stream = io.BytesIO()
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
     figure.savefig(stream, format=kind, dpi=dpi, metadata=metadata)
+    if kind == "png":  # 256 colours take a third of the bytes
+        from PIL import Image
+
+        with Image.open(stream) as image:
+            reduced = image.convert("RGB").quantize(256)
+        reduced.save(stream := io.BytesIO(), "png", optimize=True)
     mime = "image/svg+xml" if kind == "svg" else "image/png"
     width, height = figure.get_size_inches()
     data = base64.b64encode(stream.getvalue()).decode("ascii")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_CELLS = 512
-"""Maximum number of rows or columns of a map; more are pooled."""
+MOST_CELLS = 144
+"""Maximum number of rows or columns of a map, each two pixels wide; more are pooled."""
 
 
 def heatmap(values: Array, top: float, alt: str, difference: bool = False) -> Picture:

@@ -135,7 +135,7 @@ class TensorRT:
             self._engine = self._deserialized(bundle, record)
             self._runtime_cache = self._opened_cache() if self._is_rtx and options.cache else None
             self._shaper: Any = None
-        self.output_shapes = functools.lru_cache(maxsize=4096)(self._output_shapes)
+        self._inferred = functools.lru_cache(maxsize=4096)(self._infer)
         self._lanes = Pool(lambda: _Lane(self), options.contexts)
 
     # --- running
@@ -154,16 +154,19 @@ class TensorRT:
         with self._lanes.borrow(lambda lane: lane.last_stream == int(stream.handle)) as lane:
             return lane.submit(feeds, shapes, results, stream)
 
-    def _output_shapes(self, shapes: Shapes) -> tuple[tuple[int, ...], ...]:
-        known = [shape for shape in shapes.outputs if shape is not None]
+    def output_shapes(self, shapes: Shapes) -> tuple[tuple[int, ...], ...]:
+        known = tuple(shape for shape in shapes.outputs if shape is not None)
         if len(known) == len(shapes.outputs):
-            return tuple(known)
+            return known
+        return self._inferred(profile_for(self.profiles, shapes.sizes), shapes.inputs)
+
+    def _infer(self, profile: int, inputs: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         with self._shaping:
             if self._shaper is None:
                 self._shaper = self.new_context(None)
             context = self._shaper
-            self.select(context, profile_for(self.profiles, shapes.sizes), self.gpu.stream)
-            self.set_shapes(context, shapes.inputs)
+            self.select(context, profile, self.gpu.stream)
+            self.set_shapes(context, inputs)
             inferred = tuple(tuple(context.get_tensor_shape(name)) for name, _ in self.results)
         if any(size < 0 for shape in inferred for size in shape):
             raise UnavailableError(
@@ -203,9 +206,13 @@ class TensorRT:
 
     def select(self, context: Any, profile: int, stream: Stream) -> None:
         """Select `profile` for the context. Its shapes have to be set again after that."""
-        if context.active_optimization_profile != profile and not context.set_optimization_profile_async(
-            profile, int(stream.handle)
-        ):
+        if context.active_optimization_profile == profile:
+            return
+        try:
+            selected = context.set_optimization_profile_async(profile, int(stream.handle))
+        except RuntimeError:  # the bindings raise it without the reason, which the recorder has
+            selected = False
+        if not selected:
             raise self.failure(f"it refused optimization profile {profile}")
 
     def set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 import typer
@@ -35,6 +37,7 @@ from benchmarks.gpu import (
     timings,
 )
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.lean.opset17 import convert
 from benchmarks.gpu.running import LOST, GpuRun, read, step, write
 from benchmarks.gpu.second_opinion import judged
 from benchmarks.gpu.steps import (
@@ -324,6 +327,31 @@ def test_polygraphy_judges_what_it_runs_in_a_process_of_its_own(small: DeploySma
     assert "\n" not in str(failed.value)
     with pytest.raises(subprocess.TimeoutExpired):
         judged(bundle, model, ["--onnxrt"], {}, "onnxruntime-cpu", tmp_path, 0.01)
+
+
+def test_models_are_converted_for_the_builder_of_tensorrt_8(tmp_path: Path) -> None:
+    source, target = tmp_path / "source.onnx", tmp_path / "target.onnx"
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 23]>
+        graph (float[n, 8] x, float[8] w) => (float[n, 8] a, float[n, 8] b, int64[1] c, float[n] d, float[n, 4] e)
+        <int64[1] last = {1}>
+        {
+            a = Gelu (x)
+            b = RMSNormalization <axis = -1, epsilon = 0.01> (x, w)
+            c = Shape <start = 1, end = 2> (x)
+            d = ReduceMax <keepdims = 0> (x, last)
+            e, f = Split <axis = 1, num_outputs = 2> (x)
+        }"""
+    )
+    onnx.save(model, source)
+    convert(source, target)
+    onnx.checker.check_model(target)
+    assert [imported.version for imported in onnx.load(target).opset_import] == [17]
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((3, 8), np.float32), "w": rng.standard_normal(8, np.float32)}
+    before, after = (onnxruntime.InferenceSession(file).run(None, feeds) for file in (source, target))
+    for expected, given in zip(before, after, strict=True):
+        np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_polygraphy_cannot_be_asked_is_said(run: GpuRun, small: DeploySmall) -> None:

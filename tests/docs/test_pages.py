@@ -14,7 +14,7 @@ from ray import serve
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, languages, run_page
 
 NOT_RUN: dict[str, list[str]] = {
-    "README.md": ["it installs", "the folders have trained weights"],
+    "README.md": ["the folders have trained weights", "it installs"],
     "docs/guides/decoding.md": ["this decoder has no tokenizer"],
     "docs/guides/gpu.md": ["it needs a GPU", "it needs a GPU"],
     "docs/guides/polygraphy.md": ["it needs a GPU"],
@@ -84,3 +84,14 @@ def test_every_file_that_is_named_exists(page: str) -> None:
         "benchmarks/results/gpu.json",
     }
     assert {name for name in named - placeholders if not (ROOT / name).exists()} == set()
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    rooms = ("attnforge", "export", "model", "runtime", "serving")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
+    # implicitly concatenated literals, as one
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text(encoding="utf-8") for file in files))
+    assert len(messages) > 20
+    assert [message for message in messages if message not in code] == []

@@ -164,6 +164,7 @@ def test_inspect_shows_every_site_in_eighty_columns(here: Here, bundle: Path, mo
         assert record.form is not None and record.form.startswith("Attention(heads 4, head size")
         assert record.form in text
     assert "2 of 2 fused by tensorrt_rtx" in text and "fused: _gemm_mha_" in text
+    assert "deployed in" not in text and "deployed in" in here("inspect", bundle, "--verbose").stdout
 
 
 def test_diagnose_says_where_errors_grow(here: Here, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

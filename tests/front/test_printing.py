@@ -50,6 +50,14 @@ def test_alike_sites_are_one_row(printed: Callable[[], str]) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_what_is_faster_unfused_is_no_failure(printed: Callable[[], str]) -> None:
+    measured = "measured: 0.2 ms against Attention 0.3"
+    printing.print_sites(certificate([site(0), site(1, reason=measured), site(2, reason=measured)]))
+    text = " ".join(printed().split())
+    assert "0 of 3 fused by onnxruntime (2 faster unfused)" in text
+    assert f" faster unfused: {measured}" in text and " not fused: no fused kernel" in text
+
+
 def test_what_masks_leave(printed: Callable[[], str]) -> None:
     window = SiteMask(text="band −255 … 0, residue: padding", regions=[], silent="never", example=0.25, largest=0.0625)
     sites = [site(i).model_copy(update={"mask": mask}) for i, mask in enumerate([window, window, None])]
