@@ -117,6 +117,8 @@ def test_doctor_says_what_is_missing_and_what_to_do(here: Here) -> None:
     assert report["build"]["onnxruntime"] is None
     assert report["run"]["onnxruntime-cpu"] is None
     assert set(report["run"]) == set(BACKENDS)
+    missing = [reason for reason in (*report["build"].values(), *report["run"].values()) if reason is not None]
+    assert all("; pip install" in reason or "NVIDIA GPU" in reason for reason in missing)
 
 
 def test_verify_is_one_json_document(bundle: Path) -> None:
