@@ -98,6 +98,7 @@ def _command_line() -> Iterator[str]:
     yield f"# Command line\n\n{group.help}\n"
     yield "Every command takes `--json`: one JSON document on standard output, everything else on standard error. Exit "
     yield "codes: 0 for success, 1 if a check failed or a builder refused the model, 2 for misuse.\n"
+    yield "`attnforge --install-completion` completes commands and flags in your shell.\n"
     for name, command in group.commands.items():
         usage = typer.Context(command, info_name=f"attnforge {name}").get_usage()
         yield f"## attnforge {name}\n\n```text\n{usage}\n```\n\n{command.help}\n"

@@ -27,6 +27,7 @@ from attnforge.bench.limits import ceilings
 from attnforge.bench.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
 from attnforge.cli import main, out
+from attnforge.demo import Demo, Row
 from attnforge.export.deploy import deploy
 from attnforge.model.registry import MODELS, build_model
 from attnforge.runtime import cases as reference
@@ -116,6 +117,8 @@ def test_doctor_says_what_is_missing_and_what_to_do(here: Here) -> None:
     assert report["build"]["onnxruntime"] is None
     assert report["run"]["onnxruntime-cpu"] is None
     assert set(report["run"]) == set(BACKENDS)
+    missing = [reason for reason in (*report["build"].values(), *report["run"].values()) if reason is not None]
+    assert all("; pip install" in reason or "NVIDIA GPU" in reason for reason in missing)
 
 
 def test_verify_is_one_json_document(bundle: Path) -> None:
@@ -409,6 +412,18 @@ def test_every_command_has_help_with_an_example_or_two(here: Here, command: str)
     done = here(command, "--help")
     assert done.returncode == 0
     assert 1 <= done.stdout.count("Example: attnforge ") <= 2
+
+
+def test_without_a_command_it_says_what_to_do_first(here: Here) -> None:
+    done = here()
+    lines = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and lines == [["attnforge", name] for name in ("demo", "deploy", "doctor")]
+
+
+def test_the_demo_ends_with_the_path_of_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {("digits", "fp32"): [Row("onnxruntime-cpu", error="1e-6", budget="4e-6")]}
+    Demo(rows, ["openvino did not run"], True, Path("attnforge-demo/digits.html"), 12.0).show()
+    assert capsys.readouterr().out.splitlines()[-1] == "attnforge-demo/digits.html"
 
 
 def test_options_are_in_panels_with_the_most_used_first(here: Here) -> None:
