@@ -330,11 +330,12 @@ def test_polygraphy_judges_what_it_runs_in_a_process_of_its_own(small: DeploySma
 
 
 def test_models_are_converted_for_the_builder_of_tensorrt_8(tmp_path: Path) -> None:
-    source, target = tmp_path / "source.onnx", tmp_path / "target.onnx"
+    source, target = tmp_path / "source.onnx", tmp_path / "elsewhere/target.onnx"
+    target.parent.mkdir()
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 23]>
-        graph (float[n, 8] x, float[8] w) => (float[n, 8] a, float[n, 8] b, int64[1] c, float[n] d, float[n, 4] e)
-        <int64[1] last = {1}>
+        graph (float[n, 8] x) => (float[n, 8] a, float[n, 8] b, int64[1] c, float[n] d, float[n, 4] e)
+        <int64[1] last = {1}, float[8] w = {1, 2, 3, 4, 5, 6, 7, 8}>
         {
             a = Gelu (x)
             b = RMSNormalization <axis = -1, epsilon = 0.01> (x, w)
@@ -343,12 +344,13 @@ def test_models_are_converted_for_the_builder_of_tensorrt_8(tmp_path: Path) -> N
             e, f = Split <axis = 1, num_outputs = 2> (x)
         }"""
     )
-    onnx.save(model, source)
+    for weight in model.graph.initializer:  # external data has to be raw
+        weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight), weight.name))
+    onnx.save(model, source, save_as_external_data=True, location="weights.data", size_threshold=50)
     convert(source, target)
     onnx.checker.check_model(target)
     assert [imported.version for imported in onnx.load(target).opset_import] == [17]
-    rng = np.random.default_rng(0)
-    feeds = {"x": rng.standard_normal((3, 8), np.float32), "w": rng.standard_normal(8, np.float32)}
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 8), np.float32)}
     before, after = (onnxruntime.InferenceSession(file).run(None, feeds) for file in (source, target))
     for expected, given in zip(before, after, strict=True):
         np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)

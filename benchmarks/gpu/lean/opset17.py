@@ -17,7 +17,7 @@ def convert(source: Path, target: Path) -> None:
     Raises:
         ValueError: an operator has a form that opset 17 lacks.
     """
-    model = ir.load(source)
+    model = ir.external_data.load_to_model(ir.load(source))  # TensorRT would look for weights next to `target`
     for node in list(model.graph):
         tape = Tape()
         result = _older(node, tape)
