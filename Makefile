@@ -43,6 +43,7 @@ docs: .venv/ready
 docs-version: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases \
 		$$($(BIN)/python -c 'from attnforge import __version__; print(__version__)') latest
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default $(PUSH) latest
 
 # Every contender on every model, side by side; OLD=FILE compares with an earlier run.
 bench: .venv/ready

@@ -97,7 +97,9 @@ class Demo:
         for note in self.notes:
             console.print(note, style="dim", markup=False)
         verdict = "All bundles verified" if self.passed else "[red]A bundle FAILED its verification[/]"
-        console.print(f"{verdict} in {self.seconds:.0f} s. Bundles, pictures, pages and report.md are in its folder:")
+        console.print(
+            f"{verdict} in {self.seconds:.0f} s. Bundles, pictures, pages and report.md are in the folder of this page:"
+        )
         console.print(str(self.page), soft_wrap=True, markup=False)
 
 

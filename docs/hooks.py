@@ -1,4 +1,4 @@
-"""Site pages generated from other files: README, CONTRIBUTING, CHANGELOG, examples/, and the CLI's help."""
+"""Site pages generated from other files: README, CONTRIBUTING, CHANGELOG, examples/, the CLI's help, and llms.txt."""
 
 from __future__ import annotations
 

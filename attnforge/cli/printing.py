@@ -12,7 +12,7 @@ from attnforge.report.render import by_reason, error, interval, percent, rounded
 if TYPE_CHECKING:
     from attnforge.bench.results import Contender, DecodingResults, Environment, Model, Results
     from attnforge.bundle import Bundle, Certificate, Manifest, Quantised, QuantisedProduct, SiteRecord, TargetRecord
-    from attnforge.certificate import SiteMask
+    from attnforge.certificate import SiteMask, SiteTarget
 
 
 # --- a bundle ---------------------------------------------------------------------------------------------------------
@@ -150,12 +150,14 @@ def print_sites(attention: Certificate) -> None:
 def _faster_unfused(attention: Certificate, target: str) -> str:
     """Return how many sites have an unfused form because it took less time than the fused ones; empty if none has."""
     lowered = (site.targets[target] for site in attention.details if target in site.targets)
-    faster = sum(one.kernel is None and _is_measured(one.reason) for one in lowered)
+    faster = sum(map(_is_faster_unfused, lowered))
     return f" ({faster} faster unfused)" if faster else ""
 
 
-def _is_measured(reason: str | None) -> bool:
-    return (reason or "").startswith("measured")
+def _is_faster_unfused(target: SiteTarget) -> bool:
+    """Return whether an unfused form was chosen among others that gave the same answers."""
+    is_measured = target.reason is not None and target.reason.startswith("measured")
+    return target.kernel is None and is_measured and len(target.measured) > 1 and not target.dropped
 
 
 def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
@@ -197,7 +199,7 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
             say(f"fused: {_first_of([v.kernel for v in versions])}", "green", indent=6)
             say(_first_of([v.why for v in versions]), "dim", indent=6)
         elif target.reason is not None:
-            text, style = ("faster unfused", None) if _is_measured(target.reason) else ("not fused", "yellow")
+            text, style = ("faster unfused", None) if _is_faster_unfused(target) else ("not fused", "yellow")
             say(f"{text}: {_first_of([v.reason for v in versions])}", style, indent=6)
         else:
             say(_first_of([v.why for v in versions]), "dim", indent=6)

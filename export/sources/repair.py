@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,9 @@ from attnforge.export.graphs.sizes import ONE, sizes_of
 
 LEAST_BYTES = 1024
 """Minimum size of a weight that is shared."""
+
+_MATCHING = threading.Lock()
+"""Held while onnxscript's matcher is replaced."""
 
 ROUNDS = 2
 """Rounds of folding constants and applying rules, as many as torch's exporter runs by default."""
@@ -90,7 +94,8 @@ def _rules_by_operator() -> Iterator[None]:
     """Try each rule only at nodes of the operator that its pattern ends in. onnxscript tries each at every node, and
     lists all nodes of the graph again at each for the patterns that end in two.
 
-    The matcher is private to onnxscript. With a version that has it elsewhere, this has no effect.
+    The matcher is private to onnxscript. With a version that has it elsewhere, and while another thread exports, this
+    has no effect.
     """
     try:
         from onnxscript.rewriter._basics import MatchResult
@@ -102,9 +107,13 @@ def _rules_by_operator() -> Iterator[None]:
     except (AttributeError, ImportError):
         yield
         return
+    if not _MATCHING.acquire(blocking=False):
+        yield
+        return
 
     def match_operator(matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
-        ends_in = matcher.pattern.output_nodes[0].op_identifier()  # None if it ends in one of several operators
+        # None if it ends in one of several operators, or is a commuted pattern
+        ends_in = matcher.pattern.output_nodes[0].op_identifier()
         if ends_in is None or ends_in[:2] == (node.domain, node.op_type):
             return match(matcher, model, graph, node, **options)
         return fails
@@ -114,6 +123,7 @@ def _rules_by_operator() -> Iterator[None]:
         yield
     finally:
         matchers.match = match
+        _MATCHING.release()
 
 
 def repair(model: ir.Model) -> PassResult:

@@ -189,9 +189,10 @@ def _no_package(backend: str) -> str | None:
 
 def too_old(library: str, version: str) -> str | None:
     """Why a release of a library is not used, or None."""
-    is_wrong = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST[library]
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= LEAST[library]:
+        return None
     package = next(iter(versions([f"{library}-gpu"])), library)
-    return WRONG.format(library, version.partition("-")[0], package, *LEAST[library]) if is_wrong else None
+    return WRONG.format(library, version.partition("-")[0], package, *LEAST[library])
 
 
 def _no_onnxruntime(backend: str) -> str | None:

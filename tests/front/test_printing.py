@@ -52,9 +52,13 @@ def test_alike_sites_are_one_row(printed: Callable[[], str]) -> None:
 
 def test_what_is_faster_unfused_is_no_failure(printed: Callable[[], str]) -> None:
     measured = "measured: 0.2 ms against Attention 0.3"
-    printing.print_sites(certificate([site(0), site(1, reason=measured), site(2, reason=measured)]))
+    faster, wrong = [site(i, reason=measured) for i in (1, 2)], site(3, reason="measured: 0.2 ms; not Attention: NaN")
+    for record in faster:
+        record.targets["onnxruntime"].measured = {"MatMul·Softmax·MatMul": 0.2, "Attention": 0.3}
+    wrong.targets["onnxruntime"].dropped = {"Attention": "NaN"}
+    printing.print_sites(certificate([site(0), *faster, wrong]))
     text = " ".join(printed().split())
-    assert "0 of 3 fused by onnxruntime (2 faster unfused)" in text
+    assert "0 of 4 fused by onnxruntime (2 faster unfused)" in text and " not fused: measured: 0.2 ms; not" in text
     assert f" faster unfused: {measured}" in text and " not fused: no fused kernel" in text
 
 

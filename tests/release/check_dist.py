@@ -94,7 +94,7 @@ def use(programs: Path, code: str = USE) -> None:
 
 
 def check_names(programs: Path, command: str, extra: str) -> None:
-    """Check that a command which needs an extra says in the last line how to install it, and exits with 1."""
+    """Check that a command which needs an extra says how to install it, and exits with 1."""
     program, *arguments = (part.replace("·", " ") for part in command.split())
     folder = programs.parent.parent
     for name, text in (("config.json", '{"model_type": "bert"}'), ("key.pem", "")):

@@ -27,6 +27,7 @@ from attnforge.cli import app, main
 from attnforge.demo import Demo
 from attnforge.export.diagnosis.diagnose import Diagnosis
 from attnforge.export.options import DeployOptions
+from attnforge.keywords import ALIASES
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.verify import Report
 from tests.support.keys import new_key
@@ -75,11 +76,16 @@ def of_python() -> Iterator[str]:
         if inspect.isclass(value) and issubclass(value, errors.AttnforgeError):
             yield f"python: errors.{name}"
     yield from (f"python: deploy({name})" for name in inspect.signature(DeployOptions).parameters)
+    yield from (f"python: alias {name}" for name in ALIASES)
+    with attnforge.load(GOLDEN / "encoder-fp32", "onnxruntime-cpu") as session:
+        for kept in (session, session.bundle):
+            yield from (f"python: {type(kept).__name__}.{name}" for name in vars(kept) if not name.startswith("_"))
 
 
 def _members(of: type) -> Iterator[str]:
     yield from _parameters(of.__name__, of)
-    for name, member in inspect.getmembers(of):
+    fields = {*inspect.get_annotations(of), *getattr(of, "__dataclass_fields__", ())}
+    for name, member in [*inspect.getmembers(of), *((name, None) for name in fields)]:
         if not name.startswith("_") or name == "__call__":
             yield f"python: {of.__name__}.{name}"
             if inspect.isfunction(member):

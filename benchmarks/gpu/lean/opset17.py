@@ -42,12 +42,16 @@ def _older(node: ir.Node, tape: Tape) -> ir.Value | None:
     if x is None:
         return None
     dtype = x.dtype or ir.DataType.FLOAT
-    if node.op_type == "Gelu" and node.attributes.get_string("approximate", "none") == "none":
+    if node.op_type == "Gelu":
+        if node.attributes.get_string("approximate", "none") != "none":
+            raise ValueError(f"{node.outputs[0].name} is an approximation of GELU, which opset 17 lacks")
         bell = tape.op("Erf", [tape.op("Mul", [x, constant(math.sqrt(0.5), dtype)])])
         return tape.op("Mul", [tape.op("Mul", [x, tape.op("Add", [bell, constant(1, dtype)])]), constant(0.5, dtype)])
     if node.op_type == "RMSNormalization":
+        if node.attributes.get_int("axis", -1) not in (-1, len(x.shape or ()) - 1):
+            raise ValueError(f"{node.outputs[0].name} normalises over more than the last axis")
         wide = tape.op("Cast", [x], {"to": ir.DataType.FLOAT})
-        mean = tape.op("ReduceMean", [tape.op("Mul", [wide, wide])], {"axes": [node.attributes.get_int("axis", -1)]})
+        mean = tape.op("ReduceMean", [tape.op("Mul", [wide, wide])], {"axes": [-1]})
         moved = tape.op("Add", [mean, constant(node.attributes.get_float("epsilon", 1e-5), ir.DataType.FLOAT)])
         scaled = tape.op("Cast", [tape.op("Div", [wide, tape.op("Sqrt", [moved])])], {"to": dtype})
         return tape.op("Mul", [scaled, node.inputs[1]])

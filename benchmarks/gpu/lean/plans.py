@@ -50,16 +50,16 @@ class LeanTensorRT(backend.TensorRT):
         return int(self._engine.device_memory_size)
 
     def memory(self) -> Memory:
-        engine, self._engine = self._engine, _NoStatistics()
-        try:
-            return super().memory()
-        finally:
-            self._engine = engine
-
-
-class _NoStatistics:
-    def get_engine_stat(self, statistic: Any) -> int:
-        return 0
+        lanes = self._lanes.items()
+        activations = self._lanes.made * max(self.activation_size, 1)
+        return Memory(
+            weights=0,
+            activations=activations,
+            buffers=self.gpu.allocated - activations,
+            pinned=self.gpu.pinned,
+            contexts=self._lanes.made,
+            graphs=sum(len(lane.graphs) for lane in lanes),
+        )
 
 
 def use_lean_runtime() -> ModuleType:
@@ -74,6 +74,8 @@ def use_lean_runtime() -> ModuleType:
 
 def add_plan(path: Path) -> Bundle:
     """Build a plan of the bundle's model for `tensorrt_rtx` with TensorRT 8.6, and add it as target `tensorrt`.
+
+    If the model takes int64, the manifest then says int32, and the bundle's other backends no longer fit: use a copy.
 
     Raises:
         UnavailableError: 8.6 is not there, or refuses the model.

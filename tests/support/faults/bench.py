@@ -76,7 +76,7 @@ class Bench:
         model = bundle.manifest.targets[OPENVINO if backend == OPENVINO else "onnxruntime"].model
         self._folder = Path(shutil.copytree(bundle.path, folder))
         self._file, self._model = self._folder / model, ir.load(bundle.path / model)
-        self._bytes = serialized(self._model)
+        self._bytes = serialized(self._model.clone())
         manifest, stored = bundle.manifest, stored_inputs(bundle)
         self._manifest = manifest
         self._inputs = {
