@@ -339,7 +339,7 @@ def test_an_interrupted_first_deploy_leaves_nothing(tmp_path: Path) -> None:
         ),
         ({"targets": ["onnx"]}, UnknownNameError, "unknown target 'onnx'; known: onnxruntime, tensorrt, tensorrt_rtx"),
         ({"targets": []}, UsageError, "targets is empty"),
-        ({"targets": ["tensorrt"]}, UnavailableError, r"pip install attnforge\[tensorrt\]"),
+        ({"targets": ["tensorrt"]}, UnavailableError, r"pip install 'attnforge\[tensorrt\]'"),
     ],
 )
 def test_what_cannot_be_deployed_is_reported_before_anything_is_exported(

@@ -295,9 +295,9 @@ def test_the_environment_names_keys(signed: Path, key: Path, monkeypatch: pytest
 def test_without_the_library_nothing_is_accepted(signed: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "attnforge.bundle.signatures", None)
     monkeypatch.delattr("attnforge.bundle.signatures", raising=False)
-    with pytest.raises(UnavailableError, match=r"pip install attnforge\[signing\]"):
+    with pytest.raises(UnavailableError, match=r"pip install 'attnforge\[signing\]'"):
         attnforge.load(signed, trusted=key.with_suffix(".pub"))
-    with pytest.raises(UnavailableError, match=r"pip install attnforge\[signing\]"):
+    with pytest.raises(UnavailableError, match=r"pip install 'attnforge\[signing\]'"):
         sign(signed, key, force=True)
     load(signed, None)
 

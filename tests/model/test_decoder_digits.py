@@ -114,7 +114,7 @@ def test_the_tokenizer_encodes_and_decodes_without_loss(split: DigitsSplit) -> N
 
 def test_the_error_without_tokenizers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UnavailableError, match=r"pip install attnforge\[hf\]"):
+    with pytest.raises(UnavailableError, match=r"pip install 'attnforge\[hf\]'"):
         decoder_digits.make_tokenizer()
 
 

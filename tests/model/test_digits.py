@@ -67,5 +67,5 @@ def test_training_command_writes_weights_that_load(
 
 def test_the_error_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(UnavailableError, match=r"pip install attnforge\[data\]"):
+    with pytest.raises(UnavailableError, match=r"pip install 'attnforge\[data\]'"):
         load_digits_split()
