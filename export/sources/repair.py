@@ -102,14 +102,14 @@ def _rules_by_operator() -> Iterator[None]:
         from onnxscript.rewriter._matcher import SimplePatternMatcher
 
         matchers: Any = SimplePatternMatcher
-        match = matchers.match
         fails = MatchResult().fail("another operator")
     except (AttributeError, ImportError):
         yield
         return
-    if not _MATCHING.acquire(blocking=False):
+    if not hasattr(matchers, "match") or not _MATCHING.acquire(blocking=False):
         yield
         return
+    match = matchers.match  # with the lock held, so it is onnxscript's own
 
     def match_operator(matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
         # None if it ends in one of several operators, or is a commuted pattern

@@ -230,6 +230,11 @@ class TensorRT:
         """Bytes of activation memory of a context, at the largest sizes."""
         return int(self._engine.device_memory_size_v2)
 
+    @property
+    def weights_size(self) -> int:
+        """Bytes of the plan's weights."""
+        return int(self._engine.get_engine_stat(self._trt.EngineStat.TOTAL_WEIGHTS_SIZE))
+
     def capturable(self, context: Any, stream: Stream) -> bool:
         """Whether a run of the context can be captured in a CUDA graph."""
         return bool(context.is_stream_capturable(int(stream.handle))) if self._is_rtx else True
@@ -242,10 +247,9 @@ class TensorRT:
 
     def memory(self) -> Memory:
         lanes = self._lanes.items()
-        statistic = self._trt.EngineStat.TOTAL_WEIGHTS_SIZE
         activations = self._lanes.made * max(self.activation_size, 1)
         return Memory(
-            weights=int(self._engine.get_engine_stat(statistic)),
+            weights=self.weights_size,
             activations=activations,
             buffers=self.gpu.allocated - activations,
             pinned=self.gpu.pinned,

@@ -1,4 +1,4 @@
-"""Give bundles plans of TensorRT 8.6, and verify and time them on the lean runtime: `python -m benchmarks.gpu.lean`."""
+"""Give bundles plans of TensorRT 8.6, and verify them on the lean runtime: `python -m benchmarks.gpu.lean`."""
 
 from __future__ import annotations
 

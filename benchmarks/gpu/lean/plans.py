@@ -18,7 +18,6 @@ from attnforge.machine import compute_capability
 from attnforge.runtime.backends import tensorrt as backend
 from attnforge.runtime.cases import shape_of
 from attnforge.runtime.gpu import Block
-from attnforge.runtime.options import Memory
 from attnforge.runtime.plans import own_code
 from benchmarks.gpu.lean.opset17 import convert
 
@@ -49,17 +48,9 @@ class LeanTensorRT(backend.TensorRT):
     def activation_size(self) -> int:
         return int(self._engine.device_memory_size)
 
-    def memory(self) -> Memory:
-        lanes = self._lanes.items()
-        activations = self._lanes.made * max(self.activation_size, 1)
-        return Memory(
-            weights=0,
-            activations=activations,
-            buffers=self.gpu.allocated - activations,
-            pinned=self.gpu.pinned,
-            contexts=self._lanes.made,
-            graphs=sum(len(lane.graphs) for lane in lanes),
-        )
+    @property
+    def weights_size(self) -> int:
+        return 0
 
 
 def use_lean_runtime() -> ModuleType:
