@@ -39,6 +39,15 @@ from attnforge.runtime.race import medians
 console = Console(highlight=False)
 TITLES = ("backend", "fused", "error", "budget", "accuracy", "as eager", "median\nms", "plan\nMB")
 
+SIDE = 112
+"""Height and width of the photograph: 784 tokens. Of 224, attention in fp16 on a CPU would take minutes."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "patch-attention-digits": {},
+    "patch-attention": {"image_size": SIDE, "max_image_size": SIDE},
+}
+"""The demo's models, with their options."""
+
 
 @dataclass
 class Row:
@@ -122,7 +131,7 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
     pages: list[Path] = []
     passed = True
     for precision in ("fp32", "fp16"):
-        for name in ("patch-attention-digits", "patch-attention"):
+        for name in MODELS:
             progress(f"deploy and verify {name} in {precision}")
             bundle = deploy(name, precision, out / f"{name}-{precision}", real_example(name))
             report = attnforge.verify(bundle)
@@ -138,16 +147,16 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
 
 def real_example(name: str) -> Tensor:
     """Return real input as the example, so that the bundle is verified on it too: (32, 1, 8, 8) digits or
-    (1, 3, 224, 224) pixels, float32 from 0 to 1."""
+    (1, 3, 112, 112) pixels, float32 from 0 to 1."""
     if name == "patch-attention-digits":
         return load_digits_split().test_images[:32]
-    return photographs(224, 224)[:1]
+    return photographs(SIDE, SIDE)[:1]
 
 
 def deploy(name: str, precision: str, folder: Path, example: Tensor) -> Bundle:
     """Deploy a registered model for every target that this machine can build."""
-    module, _, dynamic_shapes = build_model(name)
-    source = Source(kind="registered", name=name)
+    module, _, dynamic_shapes = build_model(name, **MODELS[name])
+    source = Source(kind="registered", name=name, options=dict(MODELS[name]))
     return attnforge.deploy(module, (example,), folder, dynamic_shapes, precision, name=name, force=True, source=source)
 
 
@@ -162,13 +171,14 @@ def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
     Returns:
         eager's row, then a row for every backend that ran here or has a plan in the bundle.
     """
-    on_real_input = _classify if bundle.manifest.name == "patch-attention-digits" else _run_on_photograph
+    name = bundle.manifest.name
+    on_real_input = _classify if name == "patch-attention-digits" else _run_on_photograph
     rows: list[Row] = []
     reference: Array | None = None
     for row in _rows(bundle, report):
         rows.append(row)
         if row.backend == "eager" or row.backend in report.backends:
-            module = build_model(bundle.manifest.name).module if row.backend == "eager" else None
+            module = build_model(name, **MODELS[name]).module if row.backend == "eager" else None
             with attnforge.load(bundle, row.backend, module=module) as session:
                 reference = on_real_input(session, row, reference, out)
     return rows
@@ -222,7 +232,7 @@ def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | 
     Returns:
         eager's outputs, (tokens, features) float64: `reference`, or for eager its own.
     """
-    tokens, row.median_ms = _timed(session, photographs(224, 224)[:1].numpy().astype(session.inputs[0].dtype))
+    tokens, row.median_ms = _timed(session, photographs(SIDE, SIDE)[:1].numpy().astype(session.inputs[0].dtype))
     tokens = tokens[0].astype(np.float64)
     reference = tokens if reference is None else reference
     cosine = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
