@@ -1,10 +1,12 @@
-"""Site pages generated from other files: README, CONTRIBUTING, CHANGELOG, examples/, the CLI's help, and llms.txt."""
+"""Site pages generated from other files: README, CONTRIBUTING, CHANGELOG, examples/, the CLI's help, and llms.txt; and
+the table of tested versions."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from attnforge.cli import app
 
 ROOT = Path(__file__).parent.parent
 MOVED = {
-    "README.md": "index.md",
+    "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples": "examples.md",
@@ -33,6 +35,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/cli.md", content="\n".join(_command_line())))
     files.append(File.generated(config, "llms.txt", content="\n".join(_for_models(files, config.nav or []))))
     return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Insert the table of tested versions."""
+    return markdown.replace("<!-- versions -->", "\n".join(_versions()))
 
 
 def on_page_content(html: str, **_: object) -> str:
@@ -90,6 +97,22 @@ def _examples() -> str:
         title = (ast.get_docstring(ast.parse(source)) or file.stem).split(".")[0].split("\n")[0]
         parts += [f"## {title}", "", f"`examples/{file.name}`", "", "```python", source.rstrip(), "```", ""]
     return "\n".join(parts)
+
+
+def _versions() -> Iterator[str]:
+    """Yield the lines of a table of every dependency: its lowest tested version, and that of this environment."""
+    yield "| package | lowest | newest |\n|---|---|---|"
+    for line in (ROOT / "tests/release/lowest.txt").read_text(encoding="utf-8").splitlines():
+        name, _, lowest = line.partition("==")
+        if lowest:
+            yield f"| {name} | {lowest} | {_installed(name)} |"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "–"
 
 
 def _command_line() -> Iterator[str]:

@@ -37,7 +37,7 @@ from attnforge.bench.results import (
 from attnforge.bench.tables import growth_table, table
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.machine import Machine
-from tests.support.html_pages import Parsed
+from tests.support.html_pages import Parsed, inaccessible, of_size
 
 pytestmark = pytest.mark.xdist_group("bench-page")
 
@@ -551,11 +551,11 @@ return {
 def test_a_browser_shows_it(browser: Any, written: tuple[Results, Path]) -> None:
     file, grounds = written[1], set()
     for width, height, scheme in ((1280, 800, "dark"), (1280, 800, "light"), (390, 844, "light")):
-        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        of_size(browser, width, height)
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         browser.get(file.as_uri())
+        assert inaccessible(browser) == []
         seen = browser.execute_script(SEEN)
         grounds.add(seen["ground"])
         assert (seen["width"], seen["height"]) == (width, height)

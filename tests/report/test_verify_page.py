@@ -38,7 +38,7 @@ from attnforge.runtime.parity.comparison import BINS, Comparison
 from attnforge.runtime.parity.metrics import MetricReport
 from attnforge.runtime.parity.verify import Report
 from tests.support.bundles import DeploySmall, rewrite
-from tests.support.html_pages import Parsed
+from tests.support.html_pages import Parsed, inaccessible, of_size
 
 pytestmark = pytest.mark.xdist_group("verify-page")
 
@@ -703,8 +703,7 @@ return {
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
 def test_a_browser_shows_it(name: str, width: int, height: int, browser: Any, pages: Pages) -> None:
     report, _, file = pages[name]
-    screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    of_size(browser, width, height)
     grounds = set()
     for scheme in ("dark", "light"):
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -716,6 +715,7 @@ def test_a_browser_shows_it(name: str, width: int, height: int, browser: Any, pa
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
     assert file.as_uri() in asked and all(url.startswith(("data:", file.as_uri())) for url in asked)
+    assert inaccessible(browser) == []
     seen = browser.execute_script(SEEN)
     assert (seen["width"], seen["height"]) == (width, height)
     assert seen["scroll"] <= seen["client"] and seen["wide"] == []
