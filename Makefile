@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick kill fuzz lint docs docs-version bench bench-others gpu triton dist lowest faults matrix clean
+.PHONY: demo test quick kill fuzz lint docs docs-version bench bench-others gpu triton dist images lowest faults matrix clean
 
 demo: .venv/demo
 	$(BIN)/attnforge demo --out build/demo
@@ -83,6 +83,10 @@ dist: .venv/ready
 	rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/release/check_dist.py dist $(TAG)
+
+# What the Dockerfiles in serving/images say, in empty environments in place of containers.
+images:
+	$(PYTHON) tests/release/check_images.py
 
 # The tests of `make quick` with the lowest versions that pyproject.toml allows.
 lowest:

@@ -92,13 +92,17 @@ def doctor(as_json: Json = False) -> Answer:
 
     Example: `attnforge doctor`
     """
-    from attnforge.export.targets.registry import TARGETS, why_not_buildable
     from attnforge.machine import cuda_devices, tool_versions
     from attnforge.runtime.backends.registry import BACKENDS, why_not_here
 
     python, packages = platform.python_version(), tool_versions()
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {cuda_devices()} CUDA devices"
-    build = {target: why_not_buildable(target) for target in TARGETS}  # None, or why not and what would change that
+    try:  # None, or why not and what would change that
+        from attnforge.export.targets.registry import TARGETS, why_not_buildable
+
+        build = {target: why_not_buildable(target) for target in TARGETS}
+    except ModuleNotFoundError as error:
+        build = {"targets": f"this environment only runs bundles ({error}); pip install attnforge"}
     run = {backend: why_not_here(backend) for backend in BACKENDS}
 
     def view() -> None:

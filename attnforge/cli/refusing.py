@@ -39,6 +39,9 @@ def report_error(error: BaseException) -> int:
         return _say(type(error).__name__, ": ".join([*files[:1], error.strerror or str(error)]), 1)
     if isinstance(error, MemoryError):
         return _say("MemoryError", f"out of memory: {error or 'an allocation failed'}", 1)
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("attnforge"):
+        text = f"this command needs {error.name}, which is not installed: this environment only runs bundles"
+        return _say("UnavailableError", f"{text}; pip install attnforge", 1)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's errors in arguments
         from typer.rich_utils import rich_format_error
 

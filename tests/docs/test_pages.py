@@ -19,6 +19,7 @@ NOT_RUN: dict[str, list[str]] = {
     "docs/guides/gpu.md": ["it needs a GPU", "it needs a GPU"],
     "docs/guides/polygraphy.md": ["it needs a GPU"],
     "docs/guides/ray.md": ["it asks the server of a cluster"],
+    "docs/guides/serving.md": ["it installs", "it needs docker"],
     "docs/guides/triton.md": ["it starts a server", "it asks a server"],
 }
 """The blocks that the tests skip, with the reason that the page gives."""

@@ -191,6 +191,29 @@ def test_a_reader_that_has_gone_is_no_error_of_the_model(arguments: tuple[str, .
     assert done.returncode == 1 and done.stderr == ""
 
 
+WITHOUT_EXPORTER = """
+import sys
+from attnforge.cli import main
+sys.modules.update(dict.fromkeys(["torch", "onnx", "onnx_ir", "onnxscript"]))
+main()
+"""
+
+
+@pytest.mark.parametrize("command", [("deploy", "vit"), ("diagnose", "."), ("doctor",)])
+def test_an_environment_that_only_runs_bundles_says_so(copy: Path, command: tuple[str, ...]) -> None:
+    program = [sys.executable, "-c", WITHOUT_EXPORTER, *command, "--json"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=copy, timeout=120)
+    document = json.loads(done.stdout)
+    if command == ("doctor",):
+        assert done.returncode == 0 and document["run"]["onnxruntime-cpu"] is None
+        (reason,) = document["build"].values()
+    else:
+        assert done.returncode == 1 and document["error"]["kind"] == "UnavailableError"
+        reason = document["error"]["message"]
+        assert len(done.stderr.splitlines()) == 1
+    assert "environment only runs bundles" in reason and reason.endswith("pip install attnforge")
+
+
 def test_names_that_are_not_utf_8(here: Here, copy: Path, tmp_path: Path) -> None:
     bundle, page, out = copy.rename(tmp_path / f"b{BYTE}"), tmp_path / f"p{BYTE}.html", tmp_path / f"o{BYTE}.npz"
     np.savez(tmp_path / f"i{BYTE}.npz", **small_inputs())  # type: ignore[arg-type]

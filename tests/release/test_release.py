@@ -57,15 +57,26 @@ def test_the_citation_is_of_this_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == __version__
 
 
-def test_the_lowest_versions_are_those_of_the_requirements() -> None:
+def required_by_project() -> list[Requirement]:
+    """The requirements of attnforge and of its extras, those of development left out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {
         k: v for k, v in project["optional-dependencies"].items() if k not in ("dist", "docs", "lint", "tensorrt")
     }
-    required = [Requirement(line) for lines in (project["dependencies"], *extras.values()) for line in lines]
+    return [Requirement(line) for lines in (project["dependencies"], *extras.values()) for line in lines]
+
+
+def test_servers_need_the_versions_that_the_project_needs() -> None:
+    lines = (ROOT / "serving/images/requirements.txt").read_text(encoding="utf-8").splitlines()
+    known = {(canonicalize_name(r.name), str(r.specifier)) for r in required_by_project()}
+    served = {(canonicalize_name(r.name), str(r.specifier)) for r in map(Requirement, lines[1:])}
+    assert len(served) == 9 and served <= known
+
+
+def test_the_lowest_versions_are_those_of_the_requirements() -> None:
     lines = (ROOT / "tests/release/lowest.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    for requirement in required:
+    for requirement in required_by_project():
         name = canonicalize_name(requirement.name)
         if name in ("attnforge", "torch") or "==" in str(requirement.specifier):
             continue
