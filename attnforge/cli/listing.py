@@ -37,11 +37,14 @@ def models(
     options = {name: list(inspect.signature(model.make).parameters) for name, model in MODELS.items()}
 
     def view() -> None:
+        slips = [name for name, model in MODELS.items() if model.summary.startswith("slip")]
         for name, model in MODELS.items():
-            out.print(f"[bold]{escape(name)}[/]" + (f" [dim]{escape(model.system)}[/]" if model.system else ""))
-            say(model.summary, indent=2)
-            if options[name]:
-                say(f"options: {', '.join(options[name])}", "dim", indent=2)
+            if name not in slips:
+                out.print(f"[bold]{escape(name)}[/]")
+                say(model.summary, indent=2)
+                if options[name]:
+                    say(f"options: {', '.join(options[name])}", "dim", indent=2)
+        say(f"common mistakes, for comparison: {', '.join(slips)}")
 
     document = {
         name: {"system": model.system, "summary": model.summary, "options": options[name]}
