@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,27 +11,29 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.atomic import written_whole
-from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.bundle import TensorSpec
 from attnforge.errors import InputError, raised_as, shortened
+from attnforge.pictures import read_picture
 from attnforge.text import IDS, TYPES, check_no_input
-
-_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 LABELS, MOST_LABELS = "labels", 2**24
 """Name of the labels in an `.npz` of real inputs, and their maximum number."""
 
 
-def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str], ignored: Collection[str] = ()) -> dict[str, Array]:
+def read_inputs(
+    specs: Sequence[TensorSpec], texts: Sequence[str], ignored: Collection[str] = (), settings: bytes | None = None
+) -> dict[str, Array]:
     """Read a model's inputs from files. Nothing is unpickled, and no more is read than the model takes.
 
     Args:
         specs: the model's inputs.
         texts: one `.npz` with every input by name; `name=file` for each; or files in the order of the inputs.
         ignored: names of further arrays that an `.npz` may contain; they are not read.
+        settings: content of the model's `preprocessor_config.json`, for pictures; None if it has none.
 
     Returns:
         arrays by name. Floating-point arrays have the dtype that the model takes; others are as in their files.
@@ -52,7 +53,7 @@ def read_inputs(specs: Sequence[TensorSpec], texts: Sequence[str], ignored: Coll
     if len(texts) > len(names):
         raise InputError(f"{len(texts)} files were given; the model takes {len(names)}: {', '.join(names)}")
     pairs = [(name, file) for name, _, file in named] or list(zip(names, texts, strict=False))
-    return {name: _converted(_read(by_name[name], _existing(file)), by_name[name]) for name, file in pairs}
+    return {name: _converted(_read(by_name[name], _existing(file), settings), by_name[name]) for name, file in pairs}
 
 
 def read_labels(file: Path) -> Array | None:
@@ -78,61 +79,18 @@ def write_outputs(file: Path, outputs: Mapping[str, Array]) -> None:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
 
 
-def image_to_input(spec: TensorSpec, image: Image.Image) -> Array:
-    """Convert an image to a batch of one, `(1, C, H, W)`, with values from 0 to 1, resized to what the model takes and
-    rotated by its EXIF orientation. Black is 0 and white is 1 in 8-bit and 16-bit images.
-
-    A dynamic height or width stays the image's own, rounded down to a size that the model takes.
-
-    Raises:
-        InputError: the model's input is not a batch of images, or the image's values have no defined range.
-    """
-    if len(spec.dims) != 4 or spec.dims[1] not in _CHANNELS or not spec.dtype.endswith(("float16", "float32")):
-        raise InputError(f"input {spec.name!r} takes {spec.text()}, not a batch of images; give an .npy or .npz")
-    channels = spec.dims[1]
-    assert isinstance(channels, int)
-    image = ImageOps.exif_transpose(image)
-    height, width = (_fitting(dim, size) for dim, size in zip(spec.dims[2:], (image.height, image.width), strict=True))
-    if image.mode in ("I", "F"):
-        raise InputError(f"32-bit images (mode {image.mode}) have no defined range; scale it yourself and pass an .npy")
-    deep = image.mode.startswith("I;16")
-    image = Image.fromarray(np.asarray(image).astype(np.float32)) if deep else image.convert(_CHANNELS[channels])
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    pixels = np.asarray(image, np.float32).reshape(height, width, -1) / (65535.0 if deep else 255.0)
-    if deep:  # one channel; bicubic resizing overshoots
-        pixels = np.repeat(np.clip(pixels, 0, 1), channels, axis=-1)
-        pixels[..., 3:] = 1.0
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1)[None]).astype(spec.dtype)
-
-
-def _fitting(dim: int | DimSpec, size: int) -> int:
-    if isinstance(dim, int):
-        return dim
-    assert dim.min is not None and dim.max is not None
-    return min(max(size, dim.min), dim.max) // dim.factor * dim.factor
-
-
 def _existing(name: str) -> Path:
     if not os.path.isfile(name):  # False also for an invalid file name
         raise InputError(f"no file {shortened(name)!r}; give an .npy, an .npz or an image")
     return Path(name)
 
 
-def _read(spec: TensorSpec, file: Path) -> Array:
+def _read(spec: TensorSpec, file: Path, settings: bytes | None) -> Array:
     with _read_from(file):
         if file.suffix == ".npy":
             with file.open("rb") as stream:
                 return _array(spec, stream, file.stat().st_size, str(file))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            Image.init()  # registers the formats of this Pillow
-            with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
-                return image_to_input(spec, image)
-
-
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "JPEG2000", "QOI", "DIB")
-"""Formats that Pillow reads by itself; for others, such as EPS, it starts programs."""
+        return read_picture(file, spec, settings)
 
 
 @contextmanager

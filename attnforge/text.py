@@ -98,7 +98,7 @@ class Tokenizer:
         named = {spec.name: spec for spec in specs}
         if IDS not in named or not named.keys() <= set(INPUTS):
             raise InputError(f"texts become {', '.join(INPUTS)}; the model takes {', '.join(named)}: give arrays")
-        least, most = _range(named[IDS], 1)
+        least, most = named[IDS].range_of(1)
         encoded = self._truncating(most).encode_batch(texts)
         length = max(least, *(len(text.ids) for text in encoded))
         rows = {IDS: [text.ids for text in encoded], MASK: [text.attention_mask for text in encoded],
@@ -113,12 +113,8 @@ class Tokenizer:
     def batches(self, texts: Sequence[str], specs: Sequence[TensorSpec]) -> list[dict[str, Array]]:
         """Encode any number of texts to batches of a model's inputs, as few and as equal as the model takes; one text
         each for a model without a mask, which would take padding for text. Too few texts are repeated."""
-        least, most = _range(specs[0], 0)
-        size = most if any(spec.name == MASK for spec in specs) else least
-        count = -(-len(texts) // size)
-        total = max(len(texts), count * least)
-        texts = [texts[i % len(texts)] for i in range(total)]
-        return [self.inputs(texts[i * total // count : (i + 1) * total // count], specs) for i in range(count)]
+        each_alone = all(spec.name != MASK for spec in specs)
+        return [self.inputs(batch, specs) for batch in specs[0].in_batches(texts, smallest=each_alone)]
 
     def text(self, ids: list[int]) -> str:
         """Decode token ids to text."""
@@ -151,9 +147,3 @@ def _truncating(library: Any, tokens: int) -> Any:
     library = copy.deepcopy(library)
     library.enable_truncation(tokens)
     return library
-
-
-def _range(spec: TensorSpec, dim: int) -> tuple[int, int]:
-    """The least and the largest size of a dim."""
-    size = spec.dims[dim]
-    return (size, size) if isinstance(size, int) else (max(size.min or 1, 1), size.max or 1)

@@ -109,8 +109,9 @@ def deploy(
             have the dtype of keys and values.
         tokenizer: a `tokenizer.json` file of the `tokenizers` library, which the bundle keeps, so that it takes texts;
             by default that of the Hugging Face folder.
-        processor: a `preprocessor_config.json` file, which the bundle keeps for transformers' `AutoImageProcessor`; by
-            default that of the Hugging Face folder.
+        processor: a `preprocessor_config.json` file of transformers, by which pictures are prepared
+            (:class:`attnforge.pictures.ImageProcessor`) and which the bundle keeps; by default that of the Hugging Face
+            folder.
         stop: stop token ids; by default those of the Hugging Face folder's configuration.
         max_eager_error: maximum relative error of eager itself on ordinary inputs; beyond it nothing is proved, and the
             deploy is refused. By default 0.1.

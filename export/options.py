@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypedDict, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -20,10 +20,13 @@ from attnforge.export.precision.judge import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.input_files import LABELS, read_inputs, read_labels
+from attnforge.pictures import pictures_of
 from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name, in_order
 from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
 from attnforge.text import Tokenizer, read_texts
+
+T = TypeVar("T")
 
 KEEPS_SOME = "auto-"
 """Prefix of a quantised precision with which products may stay in fp32 to meet the requirement."""
@@ -43,11 +46,13 @@ FP8_FOR = ("SM89", "SM120")
 
 WITHOUT_FP8 = ("SM75", "SM80", "SM86")
 
-MOST_TEXTS = 256
-"""Maximum number of texts of a file that become real inputs; of more, as many at equal distances."""
+MOST_TEXTS, MOST_PICTURES = 256, 64
+"""Maximum number of texts of a file, and of pictures of a folder, that become real inputs; of more, as many at equal
+distances."""
 
 Real = Sequence[Any] | Mapping[str, Any] | str | os.PathLike[str]
-"""Inputs of one call: by position, by name, or an `.npz` of named arrays; or a `.txt` file with a text on each line."""
+"""Inputs of one call: by position, by name, or an `.npz` of named arrays; or of as many calls as it takes: a `.txt`
+file with a text on each line, a picture, or a folder of pictures."""
 
 
 class Keywords(TypedDict, total=False):
@@ -243,8 +248,10 @@ class DeployOptions:
                 "int8 caches take their ranges from real keys and values, and no real inputs were given; give some as "
                 "data (--calibrate)"
             )
-        if self.labels and any(map(_is_texts, self.data)):
-            raise UsageError("labels were given, and texts have none; give an .npz with every input and the labels")
+        if self.labels and any(_is_texts(values) or _are_pictures(values) for values in self.data):
+            raise UsageError(
+                "labels were given, and texts and pictures have none; give an .npz with every input and the labels"
+            )
         if self.labels and len(self.labels) != len(self.data):
             raise UsageError(f"{len(self.labels)} labels were given for {len(self.data)} inputs; give one for each")
         if self.metric is not None:
@@ -263,7 +270,9 @@ class DeployOptions:
         if self.labels:
             return self.labels
         stored = [
-            read_labels(Path(values)) if isinstance(values, str | os.PathLike) and not _is_texts(values) else None
+            read_labels(Path(values))
+            if isinstance(values, str | os.PathLike) and not (_is_texts(values) or _are_pictures(values))
+            else None
             for values in self.data
         ]
         labels = [array for array in stored if array is not None]
@@ -360,21 +369,33 @@ class DeployOptions:
         return Data(cases, [np.asarray(to_numpy(LABELS, array)) for array in labels])
 
     def _read(self, inputs: list[TensorSpec], values: Real) -> Sequence[dict[str, Any]]:
-        """Inputs by name: of one call, or of as many as the texts of a file take."""
+        """Inputs by name: of one call, or of as many as texts or pictures take."""
         if _is_texts(values):
             if self.tokenizer is None:
                 raise UsageError(
                     f"{values} contains texts, and the model has no tokenizer; give one (tokenizer=, --tokenizer), or "
                     "an .npz with every input by name"
                 )
-            texts = read_texts(Path(values))
-            count = min(len(texts), MOST_TEXTS)
-            return Tokenizer(self.tokenizer).batches([texts[i * len(texts) // count] for i in range(count)], inputs)
+            texts = _at_equal_distances(read_texts(Path(values)), MOST_TEXTS)
+            return Tokenizer(self.tokenizer).batches(texts, inputs)
+        if _are_pictures(values):
+            return self._of_pictures(inputs, Path(values))
         if isinstance(values, str | os.PathLike):
             values = read_inputs(inputs, [os.fspath(values)], ignored=[LABELS])
         if not isinstance(values, Mapping):
             return [by_name(inputs, values)]
         return [dict(zip((spec.name for spec in inputs), in_order(inputs, values), strict=True))]
+
+    def _of_pictures(self, inputs: list[TensorSpec], path: Path) -> list[dict[str, Any]]:
+        """A picture, or those of a folder, in batches if all become one size."""
+        if len(inputs) != 1:
+            names = ", ".join(spec.name for spec in inputs)
+            raise UsageError(f"{path} contains pictures, and the model takes {names}; give an .npz with every input")
+        settings = Path(self.processor).read_bytes() if self.processor is not None else None
+        files, spec = _at_equal_distances(pictures_of(path), MOST_PICTURES), inputs[0]
+        pictures = [read_inputs(inputs, [os.fspath(file)], settings=settings)[spec.name] for file in files]
+        differ = len({picture.shape for picture in pictures}) > 1
+        return [{spec.name: np.concatenate(batch)} for batch in spec.in_batches(pictures, smallest=differ)]
 
     def requirement(self, data: Data) -> Requirement:
         """The requirement on chosen precisions; None if they are not chosen."""
@@ -387,3 +408,13 @@ class DeployOptions:
 
 def _is_texts(values: Real) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(values, str | os.PathLike) and Path(values).suffix == ".txt"
+
+
+def _are_pictures(values: Real) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(values, str | os.PathLike) and Path(values).exists() and bool(pictures_of(Path(values)))
+
+
+def _at_equal_distances(items: Sequence[T], most: int) -> list[T]:
+    """All items, or of more than `most` as many at equal distances."""
+    count = min(len(items), most)
+    return [items[i * len(items) // count] for i in range(count)]

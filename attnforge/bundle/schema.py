@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from pydantic import AliasChoices, Field
@@ -57,6 +57,9 @@ WEIGHTS = "weights.data"
 
 REFERENCE_OUTPUTS = "reference/outputs.safetensors"
 REFERENCE_EXAMPLE = "reference/example.safetensors"
+
+
+T = TypeVar("T")
 
 
 class DimSpec(StoredRecord):
@@ -112,6 +115,20 @@ class TensorSpec(StoredRecord):
 
     def text(self) -> str:
         return f"{self.dtype}[{', '.join(str(d) if isinstance(d, int) else d.text for d in self.dims)}]"
+
+    def range_of(self, axis: int) -> tuple[int, int]:
+        """Return the minimum and the maximum size of a dim, at least 1."""
+        dim = self.dims[axis]
+        return (dim, dim) if isinstance(dim, int) else (max(dim.min or 1, 1), dim.max or 1)
+
+    def in_batches(self, samples: Sequence[T], *, smallest: bool = False) -> list[list[T]]:
+        """Split samples into batches, as few and as equal as the first dim takes, or for `smallest` each as small as it
+        takes. Too few samples are repeated."""
+        least, most = self.range_of(0)
+        count = -(-len(samples) // (least if smallest else most))
+        total = max(len(samples), count * least)
+        every = [samples[i % len(samples)] for i in range(total)]
+        return [every[i * total // count : (i + 1) * total // count] for i in range(count)]
 
 
 class Source(StoredRecord):

@@ -50,7 +50,8 @@ def run(
 ) -> Answer:
     """Run a bundle on files and write its outputs.
 
-    An image becomes a batch of one with values from 0 to 1, converted to the model's channels and size.
+    An image becomes a batch of one, as the model's image processor prepares it, or if the bundle has none, with values
+    from 0 to 1 and the model's channels and size.
 
     Example: `attnforge run patch-attention-fp32 photograph.jpg --out tokens.npz`
 
@@ -58,13 +59,19 @@ def run(
     """
     import numpy as np
 
+    from attnforge.bundle import PROCESSOR
     from attnforge.input_files import read_inputs, write_outputs
     from attnforge.text import read_texts
 
     check_unwritten(out_file, force)
     with attnforge.load(bundle, backend, rebuild=rebuild, trusted=trusted) as session:
         is_text = len(inputs) == 1 and inputs[0].endswith(".txt")
-        feeds = session.tokenize(read_texts(Path(inputs[0]))) if is_text else read_inputs(session.inputs, inputs)
+        if is_text:
+            feeds = session.tokenize(read_texts(Path(inputs[0])))
+        else:
+            opened = session.bundle
+            settings = opened.read(PROCESSOR) if PROCESSOR in opened.manifest.files else None
+            feeds = read_inputs(session.inputs, inputs, settings=settings)
         start = time.perf_counter()
         outputs = session.run(feeds)
         seconds = time.perf_counter() - start

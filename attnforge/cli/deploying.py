@@ -59,8 +59,8 @@ def deploy(
     calibrate: Annotated[
         list[Path] | None,
         _Accuracy(
-            help="Real inputs (and labels) to use instead of the model's: an .npz file, a folder of those, or for text "
-            "models a .txt file with a text on each line; repeatable."
+            help="Real inputs (and labels) to use instead of the model's: an .npz file, a picture, a folder of either, "
+            "or a .txt file with a text on each line; repeatable."
         ),
     ] = None,
     metric: Annotated[str | None, _Accuracy(help="Task metric on the real inputs: accuracy or cosine.")] = None,

@@ -82,19 +82,23 @@ def whole_numbers(text: str, flag: str) -> list[int]:
 
 
 def archives(paths: Iterable[Path]) -> list[Path]:
-    """Return the files of real inputs: the .npz files and .txt files of texts given, and all .npz files in the folders
-    given, sorted by name.
+    """Return the files of real inputs: the .npz files, .txt files of texts, pictures and folders of pictures given, and
+    all .npz files in the folders given, sorted by name.
 
     Raises:
-        UsageError: a path is none of these, or a folder has no .npz file.
+        UsageError: a path is none of these.
     """
+    from attnforge.pictures import pictures_of
+
     files: list[Path] = []
     for path in paths:
-        inputs = sorted(path.glob("*.npz")) if path.is_dir() else [path]
-        if not inputs or any(file.suffix not in (".npz", ".txt") or not file.is_file() for file in inputs):
+        inputs = sorted(path.glob("*.npz")) if path.is_dir() else [path] if path.suffix in (".npz", ".txt") else []
+        if not inputs and path.exists() and pictures_of(path):
+            inputs = [path]
+        if not inputs or not all(file.exists() for file in inputs):
             raise UsageError(
-                f"{path} has no real inputs; give an .npz with every input by name, a folder of those, or a .txt file "
-                "with a text on each line"
+                f"{path} has no real inputs; give an .npz with every input by name, a .txt file with a text on each "
+                "line, a picture, or a folder of .npz files or pictures"
             )
         files += inputs
     return files

@@ -15,7 +15,8 @@ from PIL import Image
 
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import InputError
-from attnforge.input_files import image_to_input, read_inputs, write_outputs
+from attnforge.input_files import read_inputs, write_outputs
+from attnforge.pictures import image_to_input
 
 GREY = TensorSpec(name="image", dtype="float32", dims=[1, 1, 4, 6])
 COLOUR = TensorSpec(name="image", dtype="float32", dims=[1, 3, 4, 6])

@@ -203,5 +203,5 @@ def test_what_is_wrong_is_said_before_the_model_is_built(tmp_path: Path) -> None
     (tmp_path / "texts.txt").write_text("a\n")
     with pytest.raises(UsageError, match=r"texts\.txt contains texts, and the model has no tokenizer"):
         DeployOptions(data=[tmp_path / "texts.txt"]).real_data(specs("input_ids"))
-    with pytest.raises(UsageError, match="labels were given, and texts have none"):
+    with pytest.raises(UsageError, match="labels were given, and texts and pictures have none"):
         DeployOptions(data=["texts.txt"], labels=[1]).check_data()
