@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Row:
-    """A backend's row of the table. A cell is empty if this machine or model has no such figure."""
+    """The row of a backend for a model at a precision. A cell is empty if this machine or model has no such figure."""
 
+    model: str
+    precision: str
     backend: str
     fused: str = render.NOTHING
     error: str = ""
@@ -63,23 +66,19 @@ class Row:
     plan_mb: str = ""
 
 
-Tables = dict[tuple[str, str], list[Row]]
-"""Rows by model name and precision."""
-
-
 @dataclass(frozen=True)
 class Demo:
     """Result of the demo.
 
     Attributes:
-        tables: rows by model name and precision.
+        rows: rows of the table, those of a model at a precision together.
         notes: why backends did not run.
         passed: whether every bundle was verified.
         page: the first bundle's page.
         seconds: duration.
     """
 
-    tables: Tables
+    rows: list[Row]
     notes: list[str]
     passed: bool
     page: Path
@@ -87,22 +86,17 @@ class Demo:
 
     def document(self) -> dict[str, Any]:
         """Return the result as a JSON document."""
-        rows = [
-            {"model": name, "precision": precision, **asdict(row)}
-            for (name, precision), table in self.tables.items()
-            for row in table
-        ]
         return {
             "passed": self.passed,
             "page": str(self.page),
             "seconds": self.seconds,
             "notes": self.notes,
-            "rows": rows,
+            "rows": [asdict(row) for row in self.rows],
         }
 
     def show(self) -> None:
         """Print the table, the verdict and where the pages are."""
-        _print(self.tables)
+        _print(self.rows)
         for note in self.notes:
             console.print(note, style="dim", markup=False)
         verdict = "All bundles verified" if self.passed else "[red]A bundle FAILED its verification[/]"
@@ -126,7 +120,7 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
         raise UnavailableError(f"the demo needs {', '.join(missing)}; pip install 'attnforge[data,report]'")
     start = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    tables: Tables = {}
+    rows: list[Row] = []
     skipped: list[tuple[str, str]] = []
     pages: list[Path] = []
     passed = True
@@ -139,10 +133,10 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
             passed = passed and report.passed
             reasons = render.by_reason(report.skipped)
             skipped += [(f"{name} in {precision}", f"{names} did not run: {reason}") for names, reason in reasons]
-            tables[name, precision] = rows_of(bundle, report, out)
+            rows += rows_of(bundle, report, out)
     notes = [f"{', '.join(bundles)}: {note}" for note, bundles in render.grouped(skipped).items()]
-    _write_report(out / "report.md", tables, notes, passed)
-    return Demo(tables, notes, passed, pages[0], time.perf_counter() - start)
+    _write_report(out / "report.md", rows, notes, passed)
+    return Demo(rows, notes, passed, pages[0], time.perf_counter() - start)
 
 
 def real_example(name: str) -> Tensor:
@@ -196,15 +190,16 @@ def worst_of(backends: Mapping[str, BackendReport]) -> BackendReport | None:
 def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
     """Yield a row for eager, for every verified backend, and for every backend that has a plan but did not run."""
     manifest = bundle.manifest
+    new_row = partial(Row, manifest.name, manifest.precision)
     worst = worst_of(report.backends)
-    yield Row("eager", error="" if worst is None else render.error(worst.eager_error))
+    yield new_row("eager", error="" if worst is None else render.error(worst.eager_error))
     for backend in BACKENDS:
         verified = report.backends.get(backend)
         engines = manifest.targets[backend].engines if backend in manifest.targets else []
         if verified is None and not engines:
             continue
         fused = fused_by(manifest.attention, backend)
-        row = Row(backend, render.NOTHING if isinstance(fused, str) else f"{fused} of {manifest.attention.sites}")
+        row = new_row(backend, render.NOTHING if isinstance(fused, str) else f"{fused} of {manifest.attention.sites}")
         if engines:
             row.plan_mb = f"{engines[0].size / 1e6:.1f}"
         if verified is None:
@@ -257,20 +252,20 @@ def _draw(lengths: Array, file: Path) -> None:
     Image.fromarray((255 * scaled).astype(np.uint8)).resize((4 * side, 4 * side), Image.Resampling.NEAREST).save(file)
 
 
-def _print(tables: Tables) -> None:
+def _print(rows: Sequence[Row]) -> None:
     """Print one table with a section per model and precision."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for i, title in enumerate(TITLES):
         table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True)
-    for (name, precision), rows in tables.items():
+    for (name, precision), section in groupby(rows, lambda row: (row.model, row.precision)):
         table.add_row(f"\n[bold]{name}\nin {precision}[/]")
-        for row in rows:
-            table.add_row(*astuple(row))
+        for row in section:
+            table.add_row(*astuple(row)[2:])
     console.print(table)
     console.print()
 
 
-def _write_report(file: Path, tables: Tables, notes: Sequence[str], passed: bool) -> None:
+def _write_report(file: Path, rows: Sequence[Row], notes: Sequence[str], passed: bool) -> None:
     titles = ["model", "precision", *(title.replace("\n", " ") for title in TITLES)]
     lines = [
         "# attnforge demo",
@@ -280,7 +275,7 @@ def _write_report(file: Path, tables: Tables, notes: Sequence[str], passed: bool
         "cases. `fused` counts attention sites that the backend compiled to one kernel each; – if unknown.",
         "`as eager` is the share of equal classes, or the outputs' cosine. Compare times only within this table.",
         "",
-        markdown_table(titles, [(*key, *astuple(row)) for key, rows in tables.items() for row in rows]),
+        markdown_table(titles, map(astuple, rows)),
         "",
         *(f"- {note}" for note in notes),
     ]

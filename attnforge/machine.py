@@ -140,12 +140,6 @@ def cuda_devices() -> int:
     return int(count) if int(status) == 0 else 0
 
 
-def cuda_driver() -> str:
-    """Return the CUDA version that the driver supports, such as `13.0`; a driver must be installed."""
-    version = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
 @functools.cache
 def compute_capability(device: int) -> str:
     """Return the compute capability of a CUDA device, as TensorRT-RTX writes it: `SM90` is 9.0.

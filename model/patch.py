@@ -11,12 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from attnforge.errors import ShapeError
-from attnforge.model.attention import (
-    MultiHeadAttention,
-    MultiHeadSelfAttention,
-    require_positive,
-    require_width,
-)
+from attnforge.model.attention import MultiHeadAttention, MultiHeadSelfAttention, require_positive, require_width
 
 
 def split_patches(image: Tensor, patch_size: int) -> Tensor:

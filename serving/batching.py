@@ -59,31 +59,23 @@ def batch_of(manifest: Manifest) -> DimSpec | str:
 def leading_dim(manifest: Manifest) -> DimSpec | str:
     """Return the dim that leads every input and every output, and that occurs nowhere else if it is dynamic; or why
     there is none. A static dim has its size as its symbol."""
-    first = manifest.inputs[0].dims[:1] if manifest.inputs else []
-    if not first:
+    if not manifest.inputs or not manifest.inputs[0].dims:
         return "its first input has no dims"
-    if isinstance(first[0], int):
-        return _static_dim(manifest, first[0])
-    batch = first[0]
+    lead = manifest.inputs[0].dims[0]
+    batch = lead if isinstance(lead, DimSpec) else DimSpec(symbol=str(lead), min=lead, opt=lead, max=lead)
     for kind, specs in (("input", manifest.inputs), ("output", manifest.outputs)):
         for spec in specs:
-            if not spec.dims or not _is(spec.dims[0], batch):
+            if not spec.dims or not _is(spec.dims[0], lead):
                 return f"{kind} {spec.name} is {spec.text()} and does not lead with {batch.symbol}"
-            if any(batch.symbol in symbols_of(dim) for dim in spec.dims[1:]):
+            if batch is lead and any(batch.symbol in symbols_of(dim) for dim in spec.dims[1:]):
                 return f"{kind} {spec.name} is {spec.text()} and has {batch.symbol} in a further dim"
     return batch
 
 
-def _static_dim(manifest: Manifest, size: int) -> DimSpec | str:
-    for kind, specs in (("input", manifest.inputs), ("output", manifest.outputs)):
-        for spec in specs:
-            if spec.dims[:1] != [size]:
-                return f"{kind} {spec.name} is {spec.text()} and does not lead with {size}"
-    return DimSpec(symbol=str(size), min=size, opt=size, max=size)
-
-
-def _is(dim: int | DimSpec, batch: DimSpec) -> bool:
-    return isinstance(dim, DimSpec) and (dim.symbol, dim.factor) == (batch.symbol, 1) == (batch.symbol, batch.factor)
+def _is(dim: int | DimSpec, lead: int | DimSpec) -> bool:
+    if isinstance(dim, int) or isinstance(lead, int):
+        return dim == lead
+    return (dim.symbol, dim.factor) == (lead.symbol, 1) == (lead.symbol, lead.factor)
 
 
 def symbols_of(dim: int | DimSpec) -> set[str]:

@@ -73,55 +73,27 @@ def advice_on(model: Model) -> list[Advice]:
 def _advice(model: Model, precision: str) -> Advice:
     timed = [c for c in model.contenders if c.precision == precision and c.error <= c.budget]
     timed.sort(key=lambda contender: contender.latency.median.value)
-    deployed = next((bundle for bundle in model.deployed if bundle.precision == precision), None)
-    ship = _to_ship(timed)
-    advice = Advice(precision, ship, deployed=deployed)
-    if ship is None:
-        advice.warnings = [f"Not {c.name}: it is wrong in {c.wrong_in}." for c in timed if c.ours]
+    advice = Advice(precision, None, deployed=next((d for d in model.deployed if d.precision == precision), None))
+    ours = [contender for contender in timed if contender.ours]
+    right = [contender for contender in ours if contender.wrong_in is None]
+    if not right:
+        advice.warnings = [f"Not {c.name}: it is wrong in {c.wrong_in}." for c in ours]
         return advice
-    advice.usual = _against_usual(timed, ship)
-    advice.best = _against_best(timed, ship)
-    _add_ours(advice, timed, ship)
+    fastest = right[0]
+    picked = (c for c in right if c.picked and c.latency.median.low <= fastest.latency.median.high)
+    advice.ship = ship = next(picked, fastest)  # the picked one if their times do not differ significantly
+    _add_ours(advice, ours, fastest, ship)
     _add_peers(advice, timed, ship)
     _add_wrong(advice, timed, ship)
     return advice
 
 
-def _to_ship(timed: Sequence[Contender]) -> Contender | None:
-    """Return our fastest backend that is right, or the picked one if their times do not differ significantly."""
-    ours = [contender for contender in timed if contender.ours and contender.wrong_in is None]
-    if not ours:
-        return None
-    fastest = ours[0]
-    picked = (c for c in ours if c.picked and c.latency.median.low <= fastest.latency.median.high)
-    return next(picked, fastest)
-
-
-def _against_usual(timed: Sequence[Contender], ship: Contender) -> tuple[float, str] | None:
-    peer = next((contender for name in USUAL for contender in timed if contender.name == name), None)
-    if peer is None:
-        return None
-    wrong = ", which is wrong in another case" if peer.wrong_in is not None else ""
-    return _times(peer, ship), f"{peer.what if len(peer.what) <= SHORT else peer.name}{wrong}"
-
-
-def _against_best(timed: Sequence[Contender], ship: Contender) -> tuple[float, str] | None:
-    peers = [contender for contender in timed if not contender.ours]
-    best = next((peer for peer in peers if peer.wrong_in is None), None)
-    usual = next((peer for name in USUAL for peer in timed if peer.name == name), None)
-    if best is None or best is usual or _is_faster(best, ship):
-        return None
-    known = " not known to be wrong" if best.latency.median.value > peers[0].latency.median.value else ""
-    return _times(best, ship), f"{best.name}, the fastest peer{known}"
-
-
-def _add_ours(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
+def _add_ours(advice: Advice, ours: Sequence[Contender], fastest: Contender, ship: Contender) -> None:
     """Add whether `auto` picks another of our backends, and whether another is faster."""
-    picked = next((contender for contender in timed if contender.ours and contender.picked), None)
+    picked = next((contender for contender in ours if contender.picked), None)
     if picked is not None and picked is not ship:
         how = f"at {_timed(picked)}" if picked.wrong_in is None else f"which is wrong in {picked.wrong_in}"
         advice.warnings.append(f'backend="auto" picks {picked.name}, {how}: name {ship.name} when you load the bundle.')
-    fastest = next(contender for contender in timed if contender.ours and contender.wrong_in is None)
     if _is_faster(fastest, ship):
         advice.warnings.append(f"{fastest.name} is a little faster: {_timed(fastest)}, {_speed(fastest, ship)}.")
     elif fastest is not ship:
@@ -129,16 +101,23 @@ def _add_ours(advice: Advice, timed: Sequence[Contender], ship: Contender) -> No
 
 
 def _add_peers(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:
-    """Add which peers are faster and right."""
-    right = [contender for contender in timed if not contender.ours and contender.wrong_in is None]
+    """Add the comparisons with the usual and the fastest peer, and which peers are faster and right."""
+    usual = next((contender for name in USUAL for contender in timed if contender.name == name), None)
+    if usual is not None:
+        wrong = ", which is wrong in another case" if usual.wrong_in is not None else ""
+        advice.usual = _times(usual, ship), f"{usual.what if len(usual.what) <= SHORT else usual.name}{wrong}"
+    peers = [contender for contender in timed if not contender.ours]
+    right = [peer for peer in peers if peer.wrong_in is None]
     faster = [peer for peer in right if _is_faster(peer, ship)]
-    if not faster:
-        return
-    first, *others = faster
-    speed = _speed(first, ship) + (f", {first.partly}" if first.partly is not None else "")
-    verb = "is" if len(others) == 1 else "are"
-    more = f"; so {verb} {' and '.join(peer.name for peer in others)}" if others else ""
-    advice.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {speed}{more}.")
+    if right and right[0] is not usual and not _is_faster(right[0], ship):
+        known = " not known to be wrong" if right[0].latency.median.value > peers[0].latency.median.value else ""
+        advice.best = _times(right[0], ship), f"{right[0].name}, the fastest peer{known}"
+    if faster:
+        first, *others = faster
+        speed = _speed(first, ship) + (f", {first.partly}" if first.partly is not None else "")
+        verb = "is" if len(others) == 1 else "are"
+        more = f"; so {verb} {' and '.join(peer.name for peer in others)}" if others else ""
+        advice.warnings.append(f"A peer is faster: {first.name} takes {_timed(first)}, {speed}{more}.")
 
 
 def _add_wrong(advice: Advice, timed: Sequence[Contender], ship: Contender) -> None:

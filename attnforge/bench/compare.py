@@ -19,7 +19,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bench.interval import NORMAL, latency_of, reach
-from attnforge.bench.results import Contender, Environment, Growth, Interval, Model, Results, Series
+from attnforge.bench.results import Contender, Environment, Interval, Model, Results
 from attnforge.records import Record
 
 TOLERANCE = 0.03
@@ -45,9 +45,6 @@ SIZE_FACTOR, SIZE_MB = 1.02, 0.1
 COLD_FACTOR, COLD_SECONDS = 1.5, 0.3
 DEPLOY_FACTOR, DEPLOY_SECONDS = 1.5, 2.0
 """A number moves when it changes by more than the factor, and by more than the amount."""
-
-EXPONENT = 0.15
-"""Increase of an exponent that is not a regression yet."""
 
 PARITY_FACTOR, PARITY_SHARE = 2.0, 0.1
 """An error within the budget moves when it changes by more than the factor, and exceeds this share of the budget."""
@@ -131,7 +128,7 @@ class Differences(Record):
 
 
 def compare(old: Results, new: Results) -> Differences:
-    """Return what changed from the old run to the new one."""
+    """Return what changed from the old run to the new one, growth excepted, which no bundle's benchmark measures."""
     differences = Differences(moved=[], notes=_conditions(old, new))
     pairs, lost = _paired(old, new, differences.notes)
     changes = [_changes(before, after) for _, before, after in pairs]
@@ -148,7 +145,9 @@ def compare(old: Results, new: Results) -> Differences:
         for contender in model.contenders:
             if contender.ours:
                 differences.gone(label, contender, reason)
-    _growths(old, new, differences)
+    was, now = ([f"{growth.model} over {growth.along}" for growth in run.growth] for run in (old, new))
+    differences.notes += [f"{label}: only in the new run" for label in now if label not in was]
+    differences.notes += [f"{label}: only in the old run" for label in was if label not in now]
     return differences
 
 
@@ -487,58 +486,3 @@ def _bundles(label: str, before: Model, after: Model, drift: float | None, diffe
             key = f"bundle {now.precision}"
             SIZE.compare(label, key, was[now.precision], now, differences, counts=True)
             DEPLOYING.compare(label, key, was[now.precision], now, differences, drift)
-
-
-# --- growth -----------------------------------------------------------------------------------------------------------
-
-
-def _growths(old: Results, new: Results, differences: Differences) -> None:
-    """Add the series whose exponents moved."""
-    before, after = ({f"{g.model} over {g.along}": g for g in run.growth} for run in (old, new))
-    for label, now in after.items():
-        if label in before:
-            _growth(label, before[label], now, differences)
-        else:
-            differences.notes.append(f"{label}: only in the new run")
-    differences.notes += [f"{label}: only in the old run" for label in before if label not in after]
-
-
-def _growth(label: str, before: Growth, after: Growth, differences: Differences) -> None:
-    if before.sizes != after.sizes:
-        sizes = [", ".join(map(str, growth.sizes)) for growth in (before, after)]
-        differences.notes.append(f"{label}: not compared; sizes {sizes[0]} before, {sizes[1]} now")
-        return
-    was, now = ({f"{series.name} {series.precision}": series for series in growth.series} for growth in (before, after))
-    differences.notes += [f"{label}, {key}: only in the new run" for key in now if key not in was]
-    for key, series in was.items():
-        if key in now:
-            _exponents(after, key, series, now[key], differences)
-        elif series.ours:
-            what, reason = f"growth over {after.along}, gone", "missing from the new run"
-            differences.add(after.model, key, what, None, None, regression=True, reason=reason)
-        else:
-            differences.notes.append(f"{label}, {key}: only in the old run")
-
-
-def _exponents(growth: Growth, key: str, before: Series, after: Series, differences: Differences) -> None:
-    """Add the exponents that differ beyond their intervals, and between the two largest sizes too. A few MiB have no
-    reliable exponent."""
-    for kind, was, now, values, least in (
-        ("time", before.time, after.time, (before.ms, after.ms), 0.0),
-        ("memory", before.memory, after.memory, (before.extra_mib, after.extra_mib), MEMORY_MIB),
-    ):
-        at = [[i for i, value in enumerate(series) if value is not None] for series in values]
-        if at[0] != at[1]:
-            why = "; ".join(after.notes) or "the new run gives no reason"
-            label = f"{growth.model} over {growth.along}, {key}"
-            differences.notes.append(f"{label}: {kind} was measured at other sizes than before: {why}")
-        elif was is not None and now is not None:
-            more = now.exponent.value - was.exponent.value, now.last - was.last
-            largest = max((value for series in values for value in series if value is not None), default=0.0)
-            low, high = sorted((was.exponent, now.exponent), key=lambda exponent: exponent.value)
-            if largest > least and high.low > low.high and (min(more) > EXPONENT or max(more) < -EXPONENT):
-                differences.add(
-                    growth.model, key, f"exponent of {kind} over {growth.along}", was.exponent.value,
-                    now.exponent.value, regression=after.ours and min(more) > 0,
-                    reason=f"between the two largest sizes {was.last:.2f} before, {now.last:.2f} now",
-                )  # fmt: skip

@@ -103,8 +103,7 @@ def measure_decoding(
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         with_threads(experiment.threads, stack)
-        given = experiment.module, experiment.trust_source
-        job = PeerJob(bundle, {spec.name: ids}, experiment.threads, folder, *given)
+        job = PeerJob(bundle, {spec.name: ids}, experiment.threads, folder, experiment.module, experiment.trust_source)
         truth = ReferenceLogits.of(experiment, job)
         results = DecodingResults(
             **run_of,
@@ -121,18 +120,10 @@ def measure_decoding(
             held_to="float64" if truth.is_float64 else "eager",
         )
         copies = _copies(job, contexts) if experiment.memory else {}
-        workloads: list[Workload[Stepper]] = [
-            Steps(
-                f"check at {context:,} tokens",
-                f"steps at {context:,} tokens",
-                truth,
-                ids,
-                before,
-                context,
-                copies.get(context),
-            )
-            for before, context in zip([0, *contexts], contexts, strict=False)
-        ]
+        workloads: list[Workload[Stepper]] = []
+        for before, context in zip([0, *contexts], contexts, strict=False):
+            at = f"at {context:,} tokens"
+            workloads.append(Steps(f"check {at}", f"steps {at}", truth, ids, before, context, copies.get(context)))
         for tokens in results.prompts:
             length = f"{tokens:,} tokens"
             workloads.append(Prompt(f"check the prompt of {length} on", f"prompts of {length}", truth, ids[:, :tokens]))

@@ -1,4 +1,4 @@
-"""Medians with their intervals, and exponents of growth.
+"""Medians with their intervals.
 
 Intervals are at 95%. Where contenders were loaded several times, the logarithm of each load's median, or ratio of
 medians, is one observation, with Student's t: a model that is loaded twice runs at two speeds, each constant until it
@@ -19,7 +19,7 @@ from statistics import stdev
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.bench.results import Fit, Interval, Latency
+from attnforge.bench.results import Interval, Latency
 from attnforge.errors import UsageError
 
 Rounds = Sequence[Sequence[float]]
@@ -81,32 +81,6 @@ def per_second(milliseconds: Interval, count: int = 1) -> Interval:
     return Interval(value=per / milliseconds.value, low=per / milliseconds.high, high=per / milliseconds.low)
 
 
-def fit_of(sizes: Sequence[float], values: Sequence[float | None]) -> Fit | None:
-    """Fit the exponent of the power law that `values` follow over `sizes`, which are positive and distinct.
-
-    Values that are None or not positive are left out. Two points give an exponent without an interval: its ends are the
-    exponent itself.
-
-    Returns:
-        the fit; None if fewer than two points are left.
-    """
-    points = [(size, value) for size, value in zip(sizes, values, strict=True) if value is not None and value > 0]
-    if len(points) < 2:
-        return None
-    x, y = np.log(sorted(points)).T
-    centred = x - x.mean()
-    spread = float(centred @ centred)
-    exponent = float(centred @ y) / spread
-    half, freedom = 0.0, len(points) - 2
-    if freedom:
-        residuals = y - y.mean() - exponent * centred
-        half = _student(freedom) * math.sqrt(float(residuals @ residuals) / freedom / spread)
-    return Fit(
-        exponent=Interval(value=exponent, low=exponent - half, high=exponent + half),
-        last=float((y[-1] - y[-2]) / (x[-1] - x[-2])),
-    )
-
-
 def _interval(openings: Sequence[int], *contenders: Rounds) -> Interval:
     """Return the median of one contender, or the ratio of the medians of two."""
 
@@ -128,7 +102,7 @@ def _interval(openings: Sequence[int], *contenders: Rounds) -> Interval:
 
 def reach(openings: int) -> float:
     """Return the half-width in standard errors of an interval over this many loads."""
-    return _student(openings - 1) if openings > 1 else NORMAL
+    return student(openings - 1) if openings > 1 else NORMAL
 
 
 # --- the bootstrap ----------------------------------------------------------------------------------------------------
@@ -175,7 +149,7 @@ def _checked(rounds: Rounds) -> list[Array]:
     return arrays
 
 
-def _student(freedom: int) -> float:
+def student(freedom: int) -> float:
     """Return the 97.5% quantile of Student's t; beyond the table by Cornish and Fisher's series, within 0.1%."""
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]

@@ -1,5 +1,5 @@
-"""The plots of a benchmark: the times of one model's contenders, their ratios to the picked backend, the roofline, and
-the growth of time and memory; as pictures of a page and as files.
+"""The plots of a benchmark: the times of one model's contenders, their ratios to the picked backend, and the roofline;
+as pictures of a page and as files.
 
 Colours distinguish ours from peers, or models and backends from each other; markers and dashes mark the precision.
 """
@@ -18,8 +18,7 @@ import numpy as np
 
 from attnforge.atomic import write_whole
 from attnforge.bench.limits import Ceilings
-from attnforge.bench.results import Contender, Fit, Growth, Model, Results, Series, precisions
-from attnforge.bench.tables import Measure, growth_tables
+from attnforge.bench.results import Contender, Model, Results, precisions
 from attnforge.report.charts import (
     BLUE,
     GREY,
@@ -31,9 +30,8 @@ from attnforge.report.charts import (
     legend_above,
     literal,
     logarithmic_ticks,
-    ticks_apart,
 )
-from attnforge.report.render import interval, milliseconds, rounded, with_interval
+from attnforge.report.render import milliseconds, rounded, with_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +41,6 @@ Kind = Literal["svg", "png"]
 
 MARKERS = {"fp32": "o", "fp16": "^", "bf16": "D", "tf32": "s", "auto": "P"}
 DASHES: dict[str, Any] = {"fp32": "-", "fp16": (0, (5, 1.5)), "bf16": (0, (2, 1.5)), "tf32": (0, (6, 1.5, 1, 1.5))}
-BLUES = (BLUE, "#5b9bd5", "#0a3564", "#6f7fc4")
 OTHERS = (ORANGE, "#7a4fa3", "#2f7d4f", "#b23a5c", "#8a6d3b", "#6b7480")
 LONGEST, MOST_NAMED = 26, 8
 """Maximum characters of a label, and maximum contenders named in the text of a picture."""
@@ -64,9 +61,11 @@ def save_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     for model in results.models:
         pictures.append((f"{model.name}-latency", latencies(model, "png")))
         pictures.append((f"{model.name}-ratios", ratios(model, "png")))
-    for growth in results.growth:
-        pictures.append((f"{growth.model}-time-over-{growth.along}", growth_plot(growth, "time", "png")))
-        pictures.append((f"{growth.model}-memory-over-{growth.along}", growth_plot(growth, "memory", "png")))
+    return save_pictures(pictures, folder)
+
+
+def save_pictures(pictures: Iterable[tuple[str, Picture | None]], folder: str | os.PathLike[str]) -> list[Path]:
+    """Write PNG pictures that are not None, by name, and return the files."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
@@ -343,58 +342,3 @@ def _roofline_in_words(ceilings: Ceilings, points: Sequence[Point]) -> str:
         for x, y, model, contender in best.values()
     ]
     return f"Roofline. Ceilings: {roofs}, {rounded(ceilings.bandwidth / 1e9)} GB/s copied. {in_words(rows)}."
-
-
-# --- growth -----------------------------------------------------------------------------------------------------------
-
-
-def growth_plot(growth: Growth, measure: Measure, kind: Kind = "svg") -> Picture | None:
-    """Draw time per call, or memory added per call, over sizes, both logarithmic; None if there are no readings."""
-    lines = [
-        (series, readings, fit)
-        for grown in growth_tables(growth)
-        if grown.measure == measure
-        for series, values, fit in grown.rows
-        if (readings := [(size, value) for size, value in zip(growth.sizes, values, strict=True) if (value or 0) > 0])
-    ]  # without zeros, which have no logarithm
-    if not lines:
-        return None
-    unit = "milliseconds per call" if measure == "time" else "MiB added per call"
-    with drawing(WIDTH, 3.1 + 0.19 * len(lines)) as figure:
-        axes = figure.subplots()
-        colors, handles, words = _colors([series for series, *_ in lines]), [], []
-        for series, readings, fit in lines:
-            sizes, values = zip(*readings, strict=True)
-            handles += axes.plot(
-                sizes, values, color=colors[series.name], linestyle=DASHES.get(series.precision, ":"), linewidth=1.7,
-                marker=marker_of(series.precision), markersize=5,
-                label=f"{short_label(series.name)} {series.precision}{_law(growth.along, fit, True)}",
-            )  # fmt: skip
-            smallest, largest = (f"{rounded(values[i])} at {sizes[i]:,}" for i in (0, -1))
-            law = _law(growth.along, fit, False)
-            words.append(f"{series.name} {series.precision} {smallest}, {largest}{law}")
-        both_logarithmic(axes)
-        ticks = ticks_apart([size for _, readings, _ in lines for size, _ in readings], logarithmic=True)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.set_xlabel(literal(growth.along))
-        axes.set_ylabel(unit)
-        legend_above(figure, handles)
-        title = f"{unit[0].upper()}{unit[1:]} of {growth.model} over {growth.along}, both axes logarithmic"
-        return finished(figure, kind, f"{title}: {in_words(words)}.")
-
-
-def _law(along: str, fit: Fit | None, is_drawn: bool) -> str:
-    """Return `: ~ tokens^1.98 (1.95–2.01)`, with the exponent as superscript in a drawing; empty without a fit."""
-    if fit is None:
-        return ""
-    power = f"$^{{{fit.exponent.value:.2f}}}$" if is_drawn else f"^{fit.exponent.value:.2f}"
-    ends = interval(fit.exponent, 2)
-    return f": ~ {literal(along) if is_drawn else along}{power}" + (f" ({ends})" if ends else "")
-
-
-def _colors(lines: Sequence[Series]) -> dict[str, str]:
-    """Return a colour for every name, independent of the precision: blues for ours, other colours for peers."""
-    ours = list(dict.fromkeys(series.name for series in lines if series.ours))
-    peers = list(dict.fromkeys(series.name for series in lines if not series.ours))
-    palettes = [(ours, BLUES), (peers, OTHERS)]
-    return {name: palette[i % len(palette)] for names, palette in palettes for i, name in enumerate(names)}

@@ -125,14 +125,13 @@ class Raced(Generic[T]):
         entries: the contenders that were right in every load, and are still open.
         times: times of each workload, by key, including those of contenders that were wrong later.
         openings: number of rounds of each load, in order.
-        wrong, skipped: why other contenders have no time, by key.
+        wrong: why contenders whose answers are wrong have no time, by key.
     """
 
     entries: list[Entry[T]]
     times: list[Times]
     openings: list[int]
     wrong: dict[str, str]
-    skipped: dict[str, str]
 
 
 def run_race(
@@ -191,7 +190,7 @@ def run_race(
             entry.notes.append(
                 "compiled once, because that takes long: its interval does not cover differences between loads"
             )
-    return Raced(list(entries.values()), times, openings, wrong, skipped)
+    return Raced(list(entries.values()), times, openings, wrong)
 
 
 def entries_of(

@@ -208,7 +208,7 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         deployed=[_deployed(bundle) for bundle in experiment.bundles],
         contenders=contenders,
         wrong=raced.wrong,
-        skipped=raced.skipped,
+        skipped=skipped,
     )
     if ceilings is not None:
         _compare_with_limits(experiment.bundles, model, ceilings)

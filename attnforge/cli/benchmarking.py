@@ -107,7 +107,8 @@ def bench(
         _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
     else:
         _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
-    options.check_unwritten(out_file, force)
+    if out_file is not None:
+        check_writable(out_file, force)
     if html is not None:
         check_page(html, force)
     if plots is not None:

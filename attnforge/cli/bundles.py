@@ -9,18 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import attnforge
+from attnforge.atomic import check_writable
 from attnforge.cli import printing
 from attnforge.cli.answers import Answer
-from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys, check_unwritten
-from attnforge.cli.terminal import (
-    escape,
-    out,
-    print_table,
-    say,
-    say_path,
-    say_reasons,
-    stages_shown,
-)
+from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys
+from attnforge.cli.terminal import escape, out, print_table, say, say_path, say_reasons, stages_shown
 from attnforge.errors import UsageError
 from attnforge.report.render import error
 
@@ -63,7 +56,7 @@ def run(
     from attnforge.input_files import read_inputs, write_outputs
     from attnforge.text import read_texts
 
-    check_unwritten(out_file, force)
+    check_writable(out_file, force)
     with attnforge.load(bundle, backend, rebuild=rebuild, trusted=trusted) as session:
         is_text = len(inputs) == 1 and inputs[0].endswith(".txt")
         if is_text:

@@ -74,7 +74,8 @@ def generate(
             pieces = chain([tokenizer.text(prompt)], tokenizer.stream(prompt, following()))
         for piece in chain(pieces, "\n"):
             if not as_json:
-                out.print(plain_text(piece), end="", markup=False, soft_wrap=True)
+                shown = "\n".join(map(plain, piece.split("\n")))  # without other control characters
+                out.print(shown, end="", markup=False, soft_wrap=True)
         seconds = time.perf_counter() - start
     rate = (len(chosen) - 1) / (seconds - first) if seconds > first and len(chosen) > 1 else None
     document = {
@@ -88,8 +89,3 @@ def generate(
     speed = f", then {rate:.1f} tokens a second" if rate is not None else ""
     timing = f"{len(chosen)} tokens on {session.backend}; the first after {1e3 * first:.0f} ms{speed}"
     return Answer(document, lambda: say(timing, "dim"))
-
-
-def plain_text(text: str) -> str:
-    """Return a model's text without control characters other than newlines, safe to print in a terminal."""
-    return "\n".join(plain(line) for line in text.split("\n"))

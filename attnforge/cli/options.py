@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from attnforge.atomic import check_writable
 from attnforge.errors import UsageError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -102,13 +101,3 @@ def archives(paths: Iterable[Path]) -> list[Path]:
             )
         files += inputs
     return files
-
-
-def check_unwritten(file: Path | None, force: bool) -> None:
-    """Check that an output file can be written, before the work that produces it.
-
-    Raises:
-        UsageError: the file exists and `force` is False, or it cannot be written.
-    """
-    if file is not None:
-        check_writable(file, force)

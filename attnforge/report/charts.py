@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
@@ -98,18 +96,6 @@ def legend_above(figure: Figure, handles: Sequence[Any], most: int = 6) -> None:
 
 
 # --- axes -------------------------------------------------------------------------------------------------------------
-
-
-def ticks_apart(sizes: Sequence[int], logarithmic: bool) -> list[int]:
-    """Select sizes that are far enough apart for their labels, including the smallest and the largest."""
-    position = np.log if logarithmic else np.asarray
-    known = sorted(set(sizes))
-    room = 0.16 * float(position(known[-1]) - position(known[0]))
-    kept = known[:1]
-    for size in known[1:-1]:
-        if min(position(size) - position(kept[-1]), position(known[-1]) - position(size)) >= room:
-            kept.append(size)
-    return kept + known[1:][-1:]
 
 
 def logarithmic_ticks(axis: Axis) -> None:

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnforge.report.charts import (
-    BLUE,
-    GREY,
-    ORANGE,
-    RED,
-    WIDTH,
-    Picture,
-    drawing,
-    embedded,
-    legend_above,
-    literal,
-)
+from attnforge.report.charts import BLUE, GREY, ORANGE, RED, WIDTH, Picture, drawing, embedded, legend_above, literal
 from attnforge.runtime.parity.comparison import BINS, BINS_A_DECADE, LEAST_DECADE, Comparison
 
 if TYPE_CHECKING:

@@ -15,6 +15,8 @@ from attnforge.errors import UnavailableError, UsageError
 from attnforge.numbers import scientific
 
 if TYPE_CHECKING:
+    import jinja2
+
     from attnforge.records import Interval
 
 NOTHING = "–"
@@ -136,23 +138,28 @@ def check_page(path: str | os.PathLike[str], force: bool = False) -> None:
     check_writable(Path(path), force, "--html")
 
 
-def write_template(template: str, path: str | os.PathLike[str], **values: Any) -> Path:
-    """Render a template, with all values escaped, to a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def environment() -> jinja2.Environment:
+    """Return the environment of the templates, which escapes all values."""
     import jinja2
 
-    environment = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("attnforge", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= FILTERS
-    text = environment.get_template(template).render(**values)
+    templates.filters |= FILTERS
+    return templates
+
+
+def write_template(template: str | jinja2.Template, path: str | os.PathLike[str], **values: Any) -> Path:
+    """Render a template, with all values escaped, to a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = environment().get_template(template).render(**values)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode(errors="replace"))  # a path that is not UTF-8

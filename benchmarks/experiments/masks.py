@@ -24,11 +24,11 @@ from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.results import Growth, Model, Results
 from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
-from attnforge.bench.tables import growth_table
 from attnforge.machine import processors
 from attnforge.model.registry import Example
 from benchmarks.experiment import Claim, Experiment, claims_table, say, where
 from benchmarks.experiments.suite import measured_growth
+from benchmarks.growth import growth_table
 from benchmarks.published import CALLABLE, Published
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)

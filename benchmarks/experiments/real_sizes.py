@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from attnforge.bench.interval import fit_of
 from attnforge.export.measuring import MEASURING
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
 from benchmarks.deploy_steps import DeployRequest, in_a_process
 from benchmarks.experiment import Columns, Experiment, named, say, table_of, where
+from benchmarks.growth import fit_of
 from benchmarks.published import GROWTH, PUBLISHED, Published
 
 LEAST_GROWN = 3

@@ -18,21 +18,19 @@ from typing import Annotated, Any
 import typer
 
 from attnforge.bench import results as files
-from attnforge.bench.compare import compare
 from attnforge.bench.contenders.registry import peers_here
 from attnforge.bench.experiment import Experiment as Bench
-from attnforge.bench.interval import fit_of, ratio_of
-from attnforge.bench.page import write_page
-from attnforge.bench.plots import save_plots
+from attnforge.bench.interval import ratio_of
+from attnforge.bench.page import decimals_of
 from attnforge.bench.results import Growth, Model, Results, Series
 from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
-from attnforge.bench.tables import growth_table, table
 from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.machine import processors
-from attnforge.report.render import markdown_table
+from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, with_interval
 from benchmarks.experiment import Claim, Experiment, claims_table, say, where
+from benchmarks.growth import compare, fit_of, growth_table, named, save_plots, write_page
 from benchmarks.published import deployed
 
 
@@ -112,7 +110,7 @@ def measure(
     yield measured
     measured = Results.model_validate(files.to_five_digits(measured.model_dump(mode="json")))  # as it is written
     differences = compare(earlier, measured) if earlier is not None else None
-    write_page(measured, html, force=True, compared=differences.text().splitlines() if differences else None)
+    write_page(measured, html, differences.text().splitlines() if differences else None)
     save_plots(measured, html.parent)
     say(f"the page is {html}")
     if differences is not None:
@@ -215,6 +213,30 @@ def over_layers(folder: Path, threads: int) -> Growth:
     grown = measured_growth(bench, "layers", bundles)
     grown.model = "transformer-encoder"
     return grown
+
+
+def table(model: Model) -> str:
+    """Return one model's contenders as Markdown, ours in bold. † marks contenders that are wrong in another case."""
+    contenders = [contender for group in model.by_precision.values() for contender in group]
+    decimals = decimals_of(contenders)
+    head = (
+        *("contender", "precision", "median ms (95%)", "ratio to what is picked (95%)", "share of the limit"),
+        *("extra MiB", "error"),
+    )
+    rows = [
+        (
+            named(contender) + (" †" if contender.wrong_in is not None else ""),
+            contender.precision,
+            with_interval(contender.latency.median, decimals["ms"]),
+            with_interval(contender.ratio, 2) if contender.ratio else NOTHING,
+            percent(contender.share),
+            fixed(contender.memory.extra_mib if contender.memory else None, decimals["extra"]),
+            error(contender.error),
+        )
+        for contender in contenders
+    ]
+    wrong = [f"† {c.key} is wrong in {c.wrong_in}." for c in model.contenders if c.wrong_in is not None]
+    return "\n\n".join([markdown_table(head, rows, words=2), *wrong])
 
 
 def summary(measured: Results) -> str:

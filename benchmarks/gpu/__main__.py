@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import platform
 import shlex
@@ -17,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from attnforge.machine import compute_capability, cuda_devices, cuda_driver, device_name, tool_versions, versions
+from attnforge.machine import compute_capability, cuda_devices, device_name, tool_versions, versions
 from benchmarks.experiment import RESULTS
 from benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from benchmarks.gpu.device import Device
@@ -116,6 +117,12 @@ def device_and_versions(device: int) -> dict[str, str]:
         **tool_versions(),
         **versions(("triton", "cuda-core", "cuda-bindings")),
     }
+
+
+def cuda_driver() -> str:
+    """Return the CUDA version that the driver supports, such as `13.0`; a driver must be installed."""
+    version = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 if __name__ == "__main__":

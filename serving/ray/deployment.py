@@ -15,7 +15,6 @@ from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec
 from attnforge.errors import AttnforgeError, InputError, UsageError, first_line
 from attnforge.runtime import cases as reference
-from attnforge.runtime.session import Session
 from attnforge.serving import open_inference
 from attnforge.serving.batching import Answer, Joiner, batch_of, why_not_apart
 from attnforge.serving.ray.handle import Handle
@@ -55,7 +54,8 @@ class Replica:
         most = batch.max if isinstance(batch, DimSpec) and join else 1
         self._name, self._session = session.bundle.manifest.name, observed(session)
         self._joiner = Joiner(self._session, join, most)
-        self._answered_since, self._sample = False, _smallest(session)
+        smallest = reference.at(session.inputs, reference.sizes_at(session.inputs, "min"))
+        self._answered_since, self._sample = False, reference.make_inputs(smallest, session.inputs, {})
         self._joined: Any = serve.batch(
             max_batch_size=max_batch_size or min(most or 1, ONGOING), batch_wait_timeout_s=batch_wait_timeout_s
         )(self._answers)
@@ -108,10 +108,3 @@ interval of health checks are Ray's options.
 
     serve.run(PredictorDeployment.options(num_replicas=2).bind(Handle("digits.bundle")))
 """
-
-
-def _smallest(session: Session) -> dict[str, Array]:
-    """Return inputs of the smallest sizes."""
-    dims = [dim for spec in session.inputs for dim in spec.dims if isinstance(dim, DimSpec)]
-    sizes = {dim.symbol: (dim.min or 0) // dim.factor for dim in dims}
-    return reference.make_inputs(reference.at(session.inputs, sizes), session.inputs, {})

@@ -85,7 +85,7 @@ class Predictor:
             if self._whole_because is None:
                 raise
             raise InputError(f"{error}; every row contains whole inputs, because {self._whole_because}") from error
-        named = {self._outputs[name]: _for_arrow(column) for name, column in results.items()}
+        named = {self._outputs[name]: _each(without_bfloat16, column) for name, column in results.items()}
         return {name: batch[name] for name in keep} | named
 
     def _column(self, batch: Mapping[str, Array], spec: TensorSpec) -> Array:
@@ -200,7 +200,3 @@ def _objects(arrays: Sequence[Array]) -> Array:
 
 def _each(change: Callable[[Any], Array], column: Array) -> Array:
     return change(column) if column.dtype != object else _objects([change(np.asarray(row)) for row in column])
-
-
-def _for_arrow(column: Array) -> Array:
-    return _each(without_bfloat16, column)

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -103,7 +103,8 @@ def package(
 
     Raises:
         BundleError: a bundle is missing, incomplete or altered; or the disk is full.
-        UsageError: the version, or something other than a repository, exists at `out`; two models have one name;
+        UsageError: `name` is not valid in a URL or as a folder; the version, or something other than a repository,
+            exists at `out`; two models have one name;
             another version of the model has different inputs or outputs; or the repository cannot be written.
         UnavailableError: a bundle contains nothing that Triton's backend can run.
     """
@@ -113,8 +114,9 @@ def package(
     models: dict[str, Bundle] = {}
     for folder in bundles:
         bundle = folder if isinstance(folder, Bundle) else Bundle(folder, trusted=trusted)
-        model = name if name is not None else f"{bundle.manifest.name}-{bundle.manifest.precision}"
-        model = named(model) if name is None else checked(model)
+        model = named(f"{bundle.manifest.name}-{bundle.manifest.precision}" if name is None else name)
+        if name is not None and model != name:
+            raise UsageError(f"{shortened(name)!r} is not a model name; give letters, digits, and _ . - between them")
         if model in models:
             raise UsageError(f"{bundle.path} and {models[model].path} are both {model!r}; package one by one, by name")
         models[model] = bundle
@@ -135,17 +137,6 @@ def named(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:200] or "model"
 
 
-def checked(name: str) -> str:
-    """Return a name given by the caller.
-
-    Raises:
-        UsageError: the name is not valid in a URL or as a folder.
-    """
-    if name != named(name):
-        raise UsageError(f"{shortened(name)!r} is not a model name; give letters, digits, and _ . - between them")
-    return name
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +148,7 @@ class Planned:
         model: the record that is returned to the caller.
         bundle: its bundle.
         config: its configuration.
-        files: the bundle's files by their names in the version's folder.
+        files: see :class:`Served`.
         arrays: the inputs of warm-up requests, by their files.
     """
 
@@ -169,7 +160,7 @@ class Planned:
 
 
 def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging) -> Planned:
-    files, engines = _files(bundle, options)
+    served = _served(bundle, options)
     batch, apart, preferred, measured = _batching(bundle, options)
     most = (batch.max or 0) if batch is not None else 0
     max_batch = most if options.max_batch is None else min(most, options.max_batch)
@@ -186,46 +177,78 @@ def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging)
         warmups=[warmup["name"] for warmup in warmups],
         kept=name in repository.existing,
     )
-    return Planned(model, bundle, _config(model, bundle.manifest, engines, warmups, options), files, arrays)
+    return Planned(model, bundle, _config(model, bundle.manifest, served, warmups, options), served.files, arrays)
 
 
-def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Engine]]:
-    """Return the files of the version and, for TensorRT, the plans among them.
+@dataclass(frozen=True)
+class Served:
+    """What a Triton backend runs.
+
+    Attributes:
+        fields: the configuration's fields that say so.
+        parameters: the configuration's parameters for this backend.
+        files: the bundle's files by their names in the version's folder.
+        profiles: number of optimization profiles of each plan.
+    """
+
+    fields: Message
+    parameters: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    profiles: int = 1
+
+
+def _served(bundle: Bundle, options: Packaging) -> Served:
+    """Return what the Triton backend runs.
 
     Raises:
-        UnavailableError: the bundle has none for this Triton backend.
+        UnavailableError: the bundle has nothing for it.
     """
     manifest = bundle.manifest
     if manifest.doubt is not None:
         raise UnavailableError(f"{manifest.doubt}; deploy it again")
     if options.backend == "python":
-        target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
-        if target not in ("auto", OPENVINO, *manifest.targets):
-            targets = ", ".join(name for name in manifest.targets if name != OPENVINO)
-            raise UnavailableError(f"{bundle.path} was deployed for {targets}, not for {target}")
-        return {}, []
+        return _in_python(bundle, options)
     if manifest.decoding is not None:
         raise UnavailableError(
             f"{bundle.path} is a decoder, whose caches Triton's {options.backend} backend does not keep; use --backend "
             "python, which runs whole sequences"
         )
-    tensors = [*manifest.inputs, *manifest.outputs]
-    record = manifest.targets.get(options.backend)
-    if scalars := [spec.name for spec in tensors if not spec.dims]:
+    if scalars := [spec.name for spec in (*manifest.inputs, *manifest.outputs) if not spec.dims]:
         raise UnavailableError(f"{scalars[0]} has no dims, which Triton does not support; use --backend python")
-    if options.backend == "onnxruntime":
-        if any(spec.dtype == "bfloat16" for spec in tensors) or manifest.precision == "bf16":
-            raise UnavailableError(
-                f"{bundle.path} is bf16, which Triton's onnxruntime backend has no type for; use --backend python"
-            )
-        if record is None:
-            raise UnavailableError(f"{bundle.path} has no model for onnxruntime; deploy it with --target onnxruntime")
-        graph = record.cuda_model if options.kind == "gpu" and record.cuda_model is not None else record.model
-        model, *weights = bundle.model_files(graph)
-        if not weights:
-            return {"model.onnx": model}, []
-        external = {f"model.onnx/{PurePosixPath(file).name}": file for file in weights}
-        return {"model.onnx/model.onnx": model, **external}, []
+    return (_in_onnxruntime if options.backend == "onnxruntime" else _in_tensorrt)(bundle, options)
+
+
+def _in_python(bundle: Bundle, options: Packaging) -> Served:
+    target = "onnxruntime" if options.session.startswith("onnxruntime") else options.session
+    if target not in ("auto", OPENVINO, *bundle.manifest.targets):
+        targets = ", ".join(name for name in bundle.manifest.targets if name != OPENVINO)
+        raise UnavailableError(f"{bundle.path} was deployed for {targets}, not for {target}")
+    threads = {} if options.threads is None else {THREADS: str(options.threads)}
+    fields = {"backend": "python", "default_model_filename": "model.py"}
+    return Served(fields, {SESSION: options.session, **threads})
+
+
+def _in_onnxruntime(bundle: Bundle, options: Packaging) -> Served:
+    manifest = bundle.manifest
+    record = manifest.targets.get("onnxruntime")
+    if manifest.precision == "bf16" or any(s.dtype == "bfloat16" for s in (*manifest.inputs, *manifest.outputs)):
+        raise UnavailableError(
+            f"{bundle.path} is bf16, which Triton's onnxruntime backend has no type for; use --backend python"
+        )
+    if record is None:
+        raise UnavailableError(f"{bundle.path} has no model for onnxruntime; deploy it with --target onnxruntime")
+    graph = record.cuda_model if options.kind == "gpu" and record.cuda_model is not None else record.model
+    model, *weights = bundle.model_files(graph)
+    files = {f"model.onnx/{PurePosixPath(file).name}": file for file in weights}
+    files["model.onnx/model.onnx" if weights else "model.onnx"] = model
+    fields = {"platform": "onnxruntime_onnx", "backend": "onnxruntime", "default_model_filename": "model.onnx"}
+    threads = {} if options.threads is None else {"intra_op_thread_count": str(options.threads)}
+    return Served(fields, threads, files)
+
+
+def _in_tensorrt(bundle: Bundle, options: Packaging) -> Served:
+    manifest = bundle.manifest
+    record = manifest.targets.get("tensorrt")
     if record is None or not record.engines:
         reason = "it has no TensorRT plan"
         if "tensorrt_rtx" in manifest.targets:
@@ -239,7 +262,15 @@ def _files(bundle: Bundle, options: Packaging) -> tuple[dict[str, str], list[Eng
             "use --backend python"
         )
     engines = _engines(bundle, record.engines, options.server_tensorrt)
-    return {PurePosixPath(engine.file).name: engine.file for engine in engines}, engines
+    files = {PurePosixPath(engine.file).name: engine.file for engine in engines}
+    capabilities = {name: PurePosixPath(engine.file).name for engine in engines for name in engine.compute_capabilities}
+    fields = {
+        "platform": "tensorrt_plan", "backend": "tensorrt", "default_model_filename": next(iter(files)),
+        "cc_model_filenames": [
+            {"key": f"{name[2:-1]}.{name[-1]}", "value": file} for name, file in capabilities.items()
+        ],
+    }  # fmt: skip
+    return Served(fields, {"tensorrt": record.engines[0].version}, files, len(engines[0].profiles))
 
 
 def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> list[Engine]:
@@ -346,11 +377,10 @@ def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Mes
 
 
 def _config(
-    model: PackagedModel, manifest: Manifest, engines: Sequence[Engine], warmups: list[Message], options: Packaging
+    model: PackagedModel, manifest: Manifest, served: Served, warmups: list[Message], options: Packaging
 ) -> Message:
     batched = model.max_batch > 0
-    config: dict[str, Any] = {"name": model.name, **_of_backend(engines, options)}
-    config["max_batch_size"] = model.max_batch
+    config: dict[str, Any] = {"name": model.name, **served.fields, "max_batch_size": model.max_batch}
     config["input"] = [configuration.tensor(spec, batched=batched) for spec in manifest.inputs]
     config["output"] = [configuration.tensor(spec, batched=batched) for spec in manifest.outputs]
     config["version_policy"] = {"all": {}}  # a new version does not remove others, which clients may request by number
@@ -359,46 +389,15 @@ def _config(
         config["dynamic_batching"] = {**preferred, "max_queue_delay_microseconds": options.max_delay}
     kind = "gpu" if options.backend == "tensorrt" else options.kind
     config["instance_group"] = [{"count": options.instances, "kind": Word(f"KIND_{kind.upper()}")}]
-    if any(len(engine.profiles) > 1 for engine in engines):
-        config["instance_group"][0]["profile"] = [str(number) for number in range(len(engines[0].profiles))]
+    if served.profiles > 1:
+        config["instance_group"][0]["profile"] = [str(number) for number in range(served.profiles)]
     pinned = {"enable": kind != "cpu"}
     config["optimization"] = {"input_pinned_memory": pinned, "output_pinned_memory": pinned}
-    parameters = _parameters(manifest, options).items()
-    config["parameters"] = [{"key": key, "value": {"string_value": value}} for key, value in parameters]
+    about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision, **served.parameters}
+    config["parameters"] = [{"key": key, "value": {"string_value": value}} for key, value in about.items()]
     if warmups:
         config["model_warmup"] = warmups
     return config
-
-
-def _of_backend(engines: Sequence[Engine], options: Packaging) -> Message:
-    if options.backend == "python":
-        return {"backend": "python", "default_model_filename": "model.py"}
-    if options.backend == "onnxruntime":
-        return {
-            "platform": "onnxruntime_onnx", "backend": "onnxruntime", "default_model_filename": "model.onnx",
-        }  # fmt: skip
-    names = {engine.file: PurePosixPath(engine.file).name for engine in engines}
-    capabilities = {capability: names[engine.file] for engine in engines for capability in engine.compute_capabilities}
-    return {
-        "platform": "tensorrt_plan", "backend": "tensorrt", "default_model_filename": names[engines[0].file],
-        "cc_model_filenames": [
-            {"key": f"{capability[2:-1]}.{capability[-1]}", "value": file} for capability, file in capabilities.items()
-        ],
-    }  # fmt: skip
-
-
-def _parameters(manifest: Manifest, options: Packaging) -> dict[str, str]:
-    about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision}
-    if options.backend == "python":
-        about[SESSION] = options.session
-        if options.threads is not None:
-            about[THREADS] = str(options.threads)
-    elif options.backend == "onnxruntime" and options.threads is not None:
-        about["intra_op_thread_count"] = str(options.threads)
-    elif options.backend == "tensorrt":
-        record = manifest.targets["tensorrt"]
-        about["tensorrt"] = record.engines[0].version
-    return about
 
 
 # --- the folders ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from attnforge.arrays import Array
 from attnforge.bench import results
 from attnforge.bench.compare import TOLERANCE, Differences, Move, compare
-from attnforge.bench.interval import draws, fit_of, latency_of, ratio_of, resampled_medians
+from attnforge.bench.interval import draws, latency_of, ratio_of, resampled_medians
 from attnforge.bench.results import (
     Cases,
     Cold,
@@ -30,6 +30,8 @@ from attnforge.bench.results import (
 )
 from attnforge.errors import UsageError
 from attnforge.machine import Machine
+from benchmarks import growth as of_growth
+from benchmarks.growth import fit_of
 
 # Medians and their intervals
 
@@ -609,7 +611,7 @@ def growth(exponent: float, name: str = "b", sizes: Sequence[int] = (64, 128, 25
 
 
 def grown(before: Growth, after: Growth) -> Differences:
-    return compare(run(growth=[before]), run(growth=[after]))
+    return of_growth.compare(run(growth=[before]), run(growth=[after]))
 
 
 def test_growth_that_is_steeper_is_a_regression() -> None:
@@ -687,10 +689,10 @@ def test_files_compare_as_what_they_hold(tmp_path: Path) -> None:
         measured(1, noise, {"backend3": 1.3, "backend7": 0.7, "eager": 1.4}), growth=[growth(1.3)], load_before=5.0
     )
     before.models[0].contenders[0].memory, after.models[0].contenders[0].memory = memory(100.123456), memory(150.123456)
-    whole = compare(before, after)
+    whole = of_growth.compare(before, after)
     for name, measurement in (("before", before), ("after", after)):
         results.write(measurement, tmp_path / name)
-    read = compare(results.read(tmp_path / "before"), results.read(tmp_path / "after"))
+    read = of_growth.compare(results.read(tmp_path / "before"), results.read(tmp_path / "after"))
     assert said(read.moved) == said(whole.moved) and said(read.regressions) == said(whole.regressions)
     assert len(read.moved) == 5 and len(read.notes) == len(whole.notes) == 2
     for one, other in zip(read.moved, whole.moved, strict=True):

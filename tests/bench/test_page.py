@@ -34,9 +34,11 @@ from attnforge.bench.results import (
     Series,
     Throughput,
 )
-from attnforge.bench.tables import growth_table, table
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.machine import Machine
+from benchmarks import growth as of_growth
+from benchmarks.experiments.suite import table
+from benchmarks.growth import growth_table
 from tests.support.html_pages import Parsed, inaccessible, of_size
 
 pytestmark = pytest.mark.xdist_group("bench-page")
@@ -204,7 +206,7 @@ def usual() -> Results:
 
 
 def parsed(found: Results, file: Path, **given: Any) -> Parsed:
-    write_page(found, file, **given)
+    (of_growth.write_page if found.growth else write_page)(found, file, **given)
     return Parsed(file.read_text(encoding="utf-8"))
 
 
@@ -226,7 +228,7 @@ def answer(page: Parsed, name: str, precision: str) -> str:
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     file = tmp_path_factory.mktemp("bench") / "new" / "bench.html"
     example = usual()
-    write_page(example, file, compared=["vit, onnxruntime-cpu fp32: 1.07× as fast as before (1.05–1.08)"])
+    of_growth.write_page(example, file, compared=["vit, onnxruntime-cpu fp32: 1.07× as fast as before (1.05–1.08)"])
     return example, file
 
 
@@ -439,7 +441,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert hostile in page.text and hostile not in (tmp_path / "page.html").read_text(encoding="utf-8")
     row = table(one).splitlines()[2]
     assert row.count("|") - row.count("\\|") == 8
-    assert len(plots.save_plots(example, tmp_path)) == 5 and len(list(tmp_path.glob("*.png"))) == 5
+    assert len(of_growth.save_plots(example, tmp_path)) == 5 and len(list(tmp_path.glob("*.png"))) == 5
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
@@ -470,7 +472,7 @@ def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     )
     text = said(parsed(nothing, tmp_path / "nothing.html"))
     assert "No model was measured." in text and "Nothing was measured." in text and "– before, – after" in text
-    assert "None" not in text and plots.save_plots(nothing, tmp_path) == []
+    assert "None" not in text and of_growth.save_plots(nothing, tmp_path) == []
 
 
 def test_a_page_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +502,7 @@ def test_tables_in_markdown() -> None:
 
 def test_plots_are_files(tmp_path: Path) -> None:
     example = results([model("vit", VIT, 4e8), model("vit", {"fp32": {"eager": 3.0}})])
-    files = plots.save_plots(example, tmp_path / "new")
+    files = of_growth.save_plots(example, tmp_path / "new")
     assert [file.name for file in files] == [
         "roofline.png", "vit-latency.png", "vit-ratios.png", "vit-latency-2.png", "vit-ratios-2.png",
         "patch-attention-time-over-tokens.png", "patch-attention-memory-over-tokens.png",
@@ -520,7 +522,7 @@ def test_plots_bear_little_and_odd_numbers() -> None:
         assert picture is not None and picture.src.startswith("data:image/svg+xml;base64,") and picture.height > 100
     thin = Series(name="a $\\frac{ b", precision="int8", ours=True, ms=[3.0], extra_mib=[-1.0])
     grown = Growth(model="m", along="$tokens", sizes=[7], series=[thin])
-    assert plots.growth_plot(grown, "time") is not None and plots.growth_plot(grown, "memory") is None
+    assert of_growth.growth_plot(grown, "time") is not None and of_growth.growth_plot(grown, "memory") is None
     assert plots.roofline(results([lonely])) is None
     flat = Ceilings(threads=1, flops={}, bandwidth=1e9, exponentials=1e9)
     assert plots.roofline(results([model("m", {"fp32": {"eager": 1.0}})], ceilings=flat)) is not None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from attnforge.bench.interval import fit_of, latency_of
+from attnforge.bench.interval import latency_of
 from attnforge.bench.results import Cases, Contender, Environment, Growth, Interval, Model, Results, Series
 from attnforge.machine import this_machine
 from benchmarks.experiment import Claim, claims_table, verdict
 from benchmarks.experiments import suite as claims
+from benchmarks.growth import fit_of
 
 
 def contender(name: str, precision: str, ms: float, ours: bool = False, picked: bool = False) -> Contender:

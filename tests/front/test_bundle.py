@@ -16,7 +16,8 @@ import onnxruntime as ort
 import pytest
 
 import attnforge
-from attnforge.bundle import MANIFEST, SCHEMA_VERSION, Bundle, DimSpec, Manifest, TensorSpec, writing
+from attnforge.bundle import MANIFEST, Bundle, DimSpec, Manifest, TensorSpec, writing
+from attnforge.bundle.schema import SCHEMA_VERSION
 from attnforge.errors import AttnforgeError, BundleError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.diagnosis.stages import stages
 from attnforge.export.graphs.types import FLOAT

@@ -29,7 +29,8 @@ from attnforge.atomic import (
     write_whole,
     written_whole,
 )
-from attnforge.bundle import MANIFEST, Bundle, check_place, writing
+from attnforge.bundle import MANIFEST, Bundle, writing
+from attnforge.bundle.output import check_place
 from attnforge.errors import UsageError
 
 IS_ROOT = os.getuid() == 0

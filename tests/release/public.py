@@ -128,7 +128,7 @@ def of_documents() -> Iterator[str]:
             if line == "models":
                 document = next(iter(document.values()))  # by the models' names
             yield from (f"document: {command} {key}" for key in document)
-    yield from (f"document: demo {key}" for key in Demo({}, [], True, Path(), 0.0).document())
+    yield from (f"document: demo {key}" for key in Demo([], [], True, Path(), 0.0).document())
 
 
 def _document(line: str) -> Any:

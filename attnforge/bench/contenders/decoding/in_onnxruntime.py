@@ -47,12 +47,7 @@ def concat(job: PeerJob, stack: ExitStack) -> Stepper:
 
 def concat_products(job: PeerJob, stack: ExitStack) -> Stepper:
     """Caches by concatenation, and attention as products around a softmax."""
-
-    def change(model: ir.Model) -> None:
-        by_concatenation(model)
-        as_products(model)
-
-    return Growing(job, _file(job, "concat-products", change))
+    return Growing(job, _file(job, "concat-products", by_concatenation, as_products))
 
 
 def genai_operator(job: PeerJob, stack: ExitStack) -> Stepper:
@@ -61,8 +56,8 @@ def genai_operator(job: PeerJob, stack: ExitStack) -> Stepper:
     return InPlace(job, _file(job, "genai-operator", lambda model: with_rotary_operator(model, sites)))
 
 
-def _file(job: PeerJob, name: str, change: Callable[[ir.Model], None]) -> Path:
-    """Return a file with the canonical step, modified by `change`; it is written once.
+def _file(job: PeerJob, name: str, *changes: Callable[[ir.Model], None]) -> Path:
+    """Return a file with the canonical step, modified by `changes`; it is written once.
 
     Raises:
         UnavailableError: the bundle is not in fp32.
@@ -72,7 +67,8 @@ def _file(job: PeerJob, name: str, change: Callable[[ir.Model], None]) -> Path:
 
     def write_file(file: Path) -> None:
         model = load_graph(job.bundle, CANONICAL)
-        change(model)
+        for change in changes:
+            change(model)
         save(model, file, SHELVED)
 
     return job.file(f"{name}.onnx", write_file)
