@@ -129,7 +129,7 @@ def test_a_folder_of_pictures_calibrates_and_a_picture_runs(vit: Path, tmp_path:
 def test_pictures_that_no_model_takes_are_refused_before_the_export(vit: Path, tmp_path: Path) -> None:
     photos = vit.parent / "photos"
     with pytest.raises(UsageError, match="texts and pictures have none"):
-        attnforge.deploy(f"hf:{vit}", out=tmp_path / "bundle", data=str(photos), labels=[[1] * 5], targets="onnxruntime")
+        attnforge.deploy(f"hf:{vit}", out=tmp_path / "bundle", data=str(photos), labels=[[1] * 5])
     (empty := tmp_path / "empty").mkdir()
     for path in (empty, tmp_path / "absent.png", vit / "config.json"):
         done = CliRunner().invoke(app, ["deploy", f"hf:{vit}", "--calibrate", str(path)])
