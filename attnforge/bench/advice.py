@@ -47,15 +47,16 @@ class Advice:
 
     @property
     def costs(self) -> str:
-        """The costs as text, with a dash for what was not measured."""
+        """The costs as text, those that were measured."""
         assert self.ship is not None
         cold, memory = self.ship.cold, self.ship.memory
-        return (
-            f"{rounded(cold.load_s if cold else None, 2)}\N{NO-BREAK SPACE}s to load, "
-            f"{rounded(memory.peak_mib if memory else None)}\N{NO-BREAK SPACE}MiB, "
-            f"{rounded(self.ship.size_mb, 2)}\N{NO-BREAK SPACE}MB on disk, "
-            f"deploys in {rounded(self.deploy_seconds, 2)}\N{NO-BREAK SPACE}s"
+        numbers = (
+            (cold.load_s if cold else None, "{}\N{NO-BREAK SPACE}s to load", 2),
+            (memory.peak_mib if memory else None, "{}\N{NO-BREAK SPACE}MiB", 3),
+            (self.ship.size_mb, "{}\N{NO-BREAK SPACE}MB on disk", 2),
+            (self.deploy_seconds, "deploys in {}\N{NO-BREAK SPACE}s", 2),
         )
+        return ", ".join(text.format(rounded(number, digits)) for number, text, digits in numbers if number is not None)
 
 
 def advice_on(model: Model) -> list[Advice]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ class Experiment:
             cases.
         fresh_peers: peers whose starts and memory are measured in addition to ours; None for all.
         trust_source: whether what the bundles' manifests name may be imported, opened and run.
+        skipped: why peers that were not named are not measured, by name.
         seconds: time limit after which no further round starts; split between loads as the rounds are.
         openings: how often each contender is loaded.
     """
@@ -62,6 +63,7 @@ class Experiment:
     seconds: float = float("inf")
     openings: int = 1
     trust_source: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
     progress: StageCallback = lambda stage: None
 
     @property

@@ -32,7 +32,7 @@ from attnforge.bench.results import Contender, DecodingResults, Deployed, Model,
 from attnforge.bench.starts import measure_starts_and_memory
 from attnforge.bench.throughput import Load, loads
 from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
-from attnforge.errors import UsageError
+from attnforge.errors import UntrustedError, UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.keywords import guessable
@@ -44,10 +44,13 @@ from attnforge.runtime.backends.registry import ON_GPU, REGISTRY, by_preference,
 Bundles = str | os.PathLike[str] | Bundle | Sequence[str | os.PathLike[str] | Bundle]
 Sizes = Mapping[str, int] | Sequence[Mapping[str, int]] | None
 
+BASELINES = ["eager", "onnxruntime-plain"]
+"""The peers of `attnforge bench` if none is named."""
+
 
 @overload
 def benchmark(
-    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] = (), *, sizes: Sizes = None,
+    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] | None = (), *, sizes: Sizes = None,
     decode: Literal[False] = False, contexts: None = None, prompts: None = None, batch: None = None,
     rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None, module: Any = None,
     quick: bool = False, trust_source: bool = False, trusted: Trusted = None, command: str = ...,
@@ -57,7 +60,7 @@ def benchmark(
 
 @overload
 def benchmark(
-    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] = (), *, sizes: None = None,
+    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] | None = (), *, sizes: None = None,
     decode: Literal[True], contexts: Sequence[int] | None = None, prompts: Sequence[int] | None = None,
     batch: int | None = None, rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None,
     module: Any = None, quick: bool = False, trust_source: bool = False, trusted: Trusted = None, command: str = ...,
@@ -69,7 +72,7 @@ def benchmark(
 def benchmark(
     bundle: Bundles,
     backends: Sequence[str] | None = None,
-    against: Sequence[str] = (),
+    against: Sequence[str] | None = (),
     *,
     sizes: Sizes = None,
     decode: bool = False,
@@ -93,7 +96,8 @@ def benchmark(
         backends: backends to measure; by default every deployed backend that this machine can run.
         against: names of peers (:mod:`attnforge.bench.contenders.registry`, with `decode`
             :mod:`attnforge.bench.contenders.decoding.registry`), or `all` for every peer that can run here; peers in
-            torch need the module.
+            torch need the module. None for :data:`BASELINES`, which are skipped where the module is missing or not
+            trusted.
         sizes: sizes of the dynamic dims, by symbol; or a sequence of such mappings, each measured separately. By
             default the example's.
         decode: measure decoding of one bundle that was deployed with `cache_tokens`, and return
@@ -139,9 +143,14 @@ def benchmark(
     def every() -> Iterable[str]:
         return DECODING_PEERS if decode else peers_here({opened.manifest.precision for opened in bundles})
 
+    skipped: dict[str, str] = {}
+    if against is None:
+        against = [] if decode else BASELINES
+        if against and (reason := _why_no_peers(bundles, module, trust_source)) is not None:
+            against, skipped = [], dict.fromkeys(BASELINES, reason)
     against = expanded(against, every)
     experiment = Experiment(
-        bundles, backends, against, rounds, threads or processors(), module,
+        bundles, backends, against, rounds, threads or processors(), module, skipped=skipped,
         openings=openings if openings is not None else 1 if quick else 3, trust_source=trust_source, progress=progress,
     )  # fmt: skip
     experiment.throughput = experiment.starts = experiment.memory = experiment.cases = not quick
@@ -156,6 +165,18 @@ def benchmark(
     results = new_results(command, experiment.threads, progress, with_ceilings=not quick)
     results.models = [measure(experiment, dims, results.ceilings) for dims in every_sizes]
     return finished(results, start)
+
+
+def _why_no_peers(bundles: Sequence[Bundle], module: Any, trust_source: bool) -> str | None:
+    """Return why the module that the peers run cannot be had; None if it can."""
+    for source in (opened.manifest.source for opened in bundles if module is None):
+        if source.kind == "module":
+            return "the bundle does not say how to make its module again; give it to attnforge.benchmark (module=)"
+        try:
+            check_trusted(source, trust_source)
+        except UntrustedError as error:
+            return str(error)
+    return None
 
 
 def new_results(command: str, threads: int, progress: StageCallback, with_ceilings: bool = True) -> Results:
@@ -191,7 +212,7 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         dims = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
         calls = Calls("check", f"{manifest.name} at {dims}" if dims else manifest.name, baselines)
         workloads = [calls, *(loads(experiment.bundles[0], case) if experiment.throughput else ())]
-        skipped: dict[str, str] = {}
+        skipped = dict(experiment.skipped)
         entries = (entry for baseline in baselines for entry in callers(experiment, baseline, skipped))
         raced = run_race(experiment, entries, workloads, skipped, stack)
         contenders = [_contender(entry, raced, workloads) for entry in raced.entries]

@@ -34,7 +34,10 @@ def bench(
     backend: Backends = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Peer to compare with: eager, torch-compile, onnxruntime-plain, …, or all; repeatable."),
+        typer.Option(
+            help="Peer to compare with: eager, torch-compile, onnxruntime-plain, …, all or none; repeatable (default: "
+            "eager and onnxruntime-plain)."
+        ),
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
@@ -123,7 +126,7 @@ def bench(
         results = benchmark(
             bundle,
             backend,
-            against or (),
+            () if against == ["none"] else against,
             sizes=[options.sizes(text) for text in shapes or ()] or None,
             decode=decode,
             contexts=context,

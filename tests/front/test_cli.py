@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -25,7 +26,7 @@ from attnforge.bench import run as measure
 from attnforge.bench import throughput
 from attnforge.bench.limits import ceilings
 from attnforge.bench.results import read
-from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, write_manifest
+from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Source, write_manifest
 from attnforge.cli import main, out
 from attnforge.demo import Demo, Row
 from attnforge.export.deploy import deploy
@@ -233,6 +234,25 @@ def test_bench_against_peers(here: Here, bundle: Path, tmp_path: Path) -> None:
     assert "onnxruntime-plain" in page and "2 rounds in 2 loads." in page
     assert list((tmp_path / "plots").glob("*.png"))
     assert read(tmp_path / "results.json").models[0].sizes == {"batch": 3}
+
+
+def test_bench_has_baselines_where_their_source_is_trusted(here: Here, bundle: Path, tmp_path: Path) -> None:
+    def model(of: Path, *arguments: str) -> dict[str, Any]:
+        done = here("bench", of, "--backend", "onnxruntime-cpu", "--rounds", "1", "--quick", "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        measured: dict[str, Any] = json.loads(done.stdout)["models"][0]
+        return measured
+
+    names = {"onnxruntime-cpu", "eager", "onnxruntime-plain"}
+    assert {each["name"] for each in model(bundle)["contenders"]} == names
+    assert {each["name"] for each in model(bundle, "--against", "none")["contenders"]} == {"onnxruntime-cpu"}
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    for kind, reason in (("callable", "--trust-source"), ("module", "does not say how to make its module again")):
+        stated = Source(kind=kind, name="theirs.py:model")  # type: ignore[arg-type]
+        rewrite(copy, lambda manifest, stated=stated: setattr(manifest, "source", stated))  # type: ignore[misc]
+        alone = model(copy)
+        assert {each["name"] for each in alone["contenders"]} == {"onnxruntime-cpu"}
+        assert all(reason in alone["skipped"][name] for name in ("eager", "onnxruntime-plain"))
 
 
 def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark(
