@@ -453,7 +453,7 @@ def test_what_was_not_measured_is_a_dash_or_left_out(tmp_path: Path) -> None:
     empty = model("empty", {}, wrong={"eager fp32": "not finite"})
     page = parsed(results([bare, empty], ceilings=None, growth=[]), tmp_path / "bare.html")
     text = said(page)
-    assert "error 2.1e-7 of the 1e-6 allowed" in text and "costs" not in text
+    assert "error 2.1e-7 of the 1e-6 allowed" in text and "costs:" not in text
     assert "No contender was timed." in text and "eager fp32: not finite" in text and "None" not in text
     assert page.tables["contenders"][1][6:] == ["–", "–", "=2.1e-07 2.1e-721%", "–", "–", "–", "–"]
     assert table(bare).splitlines()[2].endswith("| – | – | – | 2.1e-7 |") and len(table(empty).splitlines()) == 2
