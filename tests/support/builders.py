@@ -82,7 +82,8 @@ def serve(listener: socket.socket) -> None:
     importlib.import_module(PROCESS).load("tensorrt_rtx")
     del sys.modules[PROCESS]  # each builder runs it as a script
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while (standard_input := sys.stdin.fileno()) not in select([listener, standard_input], [], [])[0]:
+    standard_input = sys.stdin.fileno()
+    while standard_input not in select([listener.fileno(), standard_input], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -100,10 +101,11 @@ def supervise(client: socket.socket) -> None:
     builder = os.fork()
     if builder == 0:
         client.close()
-        build(*json.loads(request), streams)
+        folder, variables = json.loads(request)
+        build(folder, variables, streams)
     for stream in streams:
         os.close(stream)
-    if client in select([client, os.pidfd_open(builder)], [], [])[0]:
+    if client.fileno() in select([client.fileno(), os.pidfd_open(builder)], [], [])[0]:
         os.kill(builder, signal.SIGKILL)
     _, status = os.waitpid(builder, 0)
     with suppress(OSError):
