@@ -23,6 +23,7 @@ from attnforge.bundle import Bundle
 from attnforge.machine import cuda_devices
 from attnforge.runtime.backends.registry import why_not_here
 from benchmarks.servers.ray.cluster import local_cluster
+from tests.support.builders import builders
 from tests.support.bundles import Deploy, DeploySmall, example_of, small_example
 from tests.support.decoders import PLACES, DeployDecoder, decoder_example
 from tests.support.exports import shared_in
@@ -128,6 +129,16 @@ def share_exports(shared: Path) -> Iterator[None]:
     """Export each module only once in a run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnforge.export.sources.source.capture", shared_in(shared / "exports"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_libraries() -> Iterator[None]:
+    """Load the libraries of TensorRT's builder only once in a worker; the tests of the builder's process
+    (`export/tensorrt/test_build.py`) start it as `deploy` does."""
+    with builders() as server, pytest.MonkeyPatch.context() as patch:
+        if server is not None:
+            patch.setattr("attnforge.children.command", server.command)
         yield
 
 

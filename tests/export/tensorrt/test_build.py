@@ -16,6 +16,7 @@ import pytest
 
 import attnforge
 from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.children import command
 from attnforge.errors import BuildError, UnavailableError, UsageError
 from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt, profiles_of
 from attnforge.export.tensorrt.process import Layer, Request
@@ -59,6 +60,13 @@ def plan_of(
     return build(attention(tmp_path / "model.onnx", inputs), "tensorrt_rtx", inputs, precision, capabilities)
 
 
+@pytest.fixture
+def as_deployed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each builder as `deploy` does."""
+    monkeypatch.setattr("attnforge.children.command", command)
+
+
+@pytest.mark.usefixtures("as_deployed")
 def test_a_plan_and_its_layers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, specs(BATCH, HEADS, TOKENS, HEAD_DIM))
     assert len(plan.data) == plan.size > 1000 and plan.seconds > 0
@@ -169,6 +177,7 @@ def test_tf32_is_a_flag_that_fp32_does_not_set(tmp_path: Path) -> None:
 # Errors with the builder's message
 
 
+@pytest.mark.usefixtures("as_deployed")
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     data = attention(tmp_path / "model.onnx", inputs).read_bytes()
@@ -240,6 +249,7 @@ def test_polygraphy_installs_nothing_and_loads_no_torch(monkeypatch: pytest.Monk
     assert output.split() == ["False", "True", "tensorrt_rtx", "False"]
 
 
+@pytest.mark.usefixtures("as_deployed")
 def test_a_failed_build_does_not_affect_the_next(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     with pytest.raises(BuildError):
@@ -261,6 +271,7 @@ def test_tensorrt_is_distinguished_from_tensorrt_rtx(tmp_path: Path) -> None:
 # Builders alongside the caller
 
 
+@pytest.mark.usefixtures("as_deployed")
 def test_a_builder_runs_alongside_the_caller_and_ends_with_the_block(tmp_path: Path) -> None:
     inputs = specs(BATCH, HEADS, TOKENS, HEAD_DIM)
     file = attention(tmp_path / "model.onnx", inputs)
@@ -278,6 +289,7 @@ def test_a_builder_runs_alongside_the_caller_and_ends_with_the_block(tmp_path: P
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
+@pytest.mark.usefixtures("as_deployed")
 def test_a_deploy_that_fails_during_a_build_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: queue.Queue[subprocess.Popen[str]] = queue.Queue()
 

@@ -270,11 +270,20 @@ TOGETHER: dict[Form, int] = {"dynamic": 18, "static": 33}
 dominates."""
 
 
+DECOMPOSED = {
+    "nan_to_num", "nan_to_num_under_one_mask", "two_masks_and_a_bias", "TorchMultiheadPadded", "ShiftedWindows",
+}  # fmt: skip
+"""Idioms with an operator that torch decomposes first: it then traces everything in the export twice, so they have
+parts of their own."""
+
+
 def parts() -> list[Part]:
     """Return all idioms in all their forms, in parts."""
     every = []
     for form, size in TOGETHER.items():
         names = [name for name, idiom in IDIOMS.items() if form in idiom.forms]
-        for i in range(0, len(names), size):
-            every.append(Part(form, tuple(names[i : i + size]), f"idioms-{form}-{i // size}"))
+        for which in ("", "-decomposed"):
+            some = [name for name in names if (name in DECOMPOSED) == bool(which)]
+            for i in range(0, len(some), size):
+                every.append(Part(form, tuple(some[i : i + size]), f"idioms-{form}{which}-{i // size}"))
     return every
