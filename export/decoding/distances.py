@@ -5,17 +5,18 @@ A softmax over keys does not change if one number is added to all scores of a qu
 `slope · (key − last key)` as in MPT, and `−slope · |query − key|` are the same bias, `slope · (key − query)`, which a
 step computes from the positions of its tokens and of its cache.
 
-The bias is read from the mask's graph, backwards as in :mod:`~attnforge.export.masks.reader`: every number in
-it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised has no
-slopes.
+The bias is read from the mask's graph, backwards by the functions of :mod:`~attnforge.export.masks.reader`: every
+number in it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised
+has no slopes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from math import inf
+from typing import Any
 
 import islpy as isl
 import ml_dtypes
@@ -32,8 +33,8 @@ from attnforge.export.lowering.attention import Slopes
 from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
-from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader
-from attnforge.export.masks.scores import Whole
+from attnforge.export.masks.reader import BOOL, HANDLERS, MOST_DEPTH, Reader
+from attnforge.export.masks.scores import Scores, Whole
 from attnforge.export.masks.shape import fit
 from attnforge.export.masks.visibility import Visibility, scores_index
 
@@ -140,7 +141,7 @@ def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, S
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
     reader = _Lines(n_q, n_k, Counts(symbol, capacity), heads)
     scores = reader.scores
-    cases = reader.at(mask, scores_index(scores, mask, query, key))
+    cases = reader.read(mask, scores_index(scores, mask, query, key))
     hidden = [reader.counts.bounds(line)[1] <= NEGLIGIBLE for _, line in cases]
     seen = reduce(isl.Set.union, (case for (case, _), low in zip(cases, hidden, strict=True) if not low), scores.never)
     if node.attributes.get_int("is_causal", 0):
@@ -148,7 +149,7 @@ def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, S
     regions, is_exact = fit(scores, scores.may(seen))
     if not is_exact or not scores.may(scores.opposite(seen)).intersect(scores.may(seen)).is_empty():
         raise NotByDistance("which keys it hides depends on more than positions")
-    shown = reader.common(
+    shown = reader.arithmetic.common(
         [(case.intersect(seen), line) for (case, line), h in zip(cases, hidden, strict=True) if not h]
     )
     least = reader.counts.bounds(_at_own_key(shown))[0]
@@ -173,47 +174,52 @@ def _at_own_key(line: Line) -> Line:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Lines(Reader):
+class _Lines:
     """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
-    capacity of the cache."""
+    capacity of the cache. The functions of :data:`~attnforge.export.masks.reader.HANDLERS` take it like a reader."""
 
     def __init__(self, n_q: Affine, n_k: Affine, counts: Counts, heads: int) -> None:
-        super().__init__(n_q, n_k)
+        self._reader = reader = Reader(n_q, n_k)
+        self.scores, self.arithmetic = reader.scores, _Arithmetic(reader.scores)
+        self.truth, self.operands = reader.truth, reader.operands
+        self.position, self.elements = reader.position, reader.elements
         self.counts, self.heads = counts, heads
         count, head = self.scores.whole(Affine.atom(Dim(counts.symbol))), self.scores.head
         self.scores.assume(count.le_set(self.scores.constant(counts.most)))
         self.scores.assume(head.lt_set(self.scores.constant(heads)))
         self._lines: dict[tuple[ir.Value, Index], Cases] = {}
-        self._deep = 0
+        self._depth = 0
+        self.number = self.read
 
-    def at(self, value: ir.Value | None, index: Index) -> Cases:
+    def read(self, value: ir.Value | None, index: Index) -> Cases:
         """Read `value` at an index."""
         assert value is not None
         if (cases := self._lines.get((value, index))) is None:  # isl may normalise an index later, and its hash
-            if self._deep >= MOST_DEPTH:
+            if self._depth >= MOST_DEPTH:
                 raise NotByDistance(f"{value.name!r} is computed by a chain of too many operators")
-            self._deep += 1
-            self._lines[value, index] = cases = self._at(value, index)
-            self._deep -= 1
+            self._depth += 1
+            self._lines[value, index] = cases = self._uncached(value, index)
+            self._depth -= 1
         return cases
 
-    def _at(self, value: ir.Value, index: Index) -> Cases:
+    def _uncached(self, value: ir.Value, index: Index) -> Cases:
         if value.shape is None or len(value.shape) != len(index):
             raise NotByDistance(f"the shape of {value.name!r} is not known")
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
             return [(self.scores.always, self._of_table(value, tensor.numpy(), index))]
-        if (cases := self._of_number(self.number(value, index))) is not None:
-            return cases
+        if (known := self._of_number(self._reader.number(value, index))) is not None:
+            return known
         node = value.producer()
         if node is None:
             raise NotByDistance(f"{value.name!r} is an input")
-        if node.domain == "" and (write := _HANDLERS.get(node.op_type)) is not None:
-            return write(self, node, index)
-        raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
-
-    def cases(self, node: ir.Node, index: Index) -> list[Cases]:
-        """The operands of an elementwise operator."""
-        return [self.at(*operand) for operand in self.operands(node, index)]
+        if node.domain != "" or node.op_type not in _HANDLERS:
+            raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
+        if node.op_type in ("Cast", "Div") and (value.dtype is None or not value.dtype.is_floating_point()):
+            raise NotByDistance(f"{value.name!r} is rounded to integers")
+        cases: Cases | None = _HANDLERS[node.op_type](self, node, index)
+        if cases is None:
+            raise NotByDistance(f"how {node.op_type} moves {value.name!r} is not known")
+        return cases
 
     def _of_number(self, number: Number) -> Cases | None:
         """The cases of a number that is known without a table; None for others."""
@@ -289,57 +295,6 @@ class _Lines(Reader):
                 "cache_tokens"
             )
 
-    def common(self, cases: Cases) -> Line:
-        """The line that all cases are. A case of queries and their own keys alone has to agree only there: at a
-        distance of 0, `|key − query|` may be read with either sign.
-
-        Raises:
-            NotByDistance: there is no such line.
-        """
-        cases = self.possible(cases)
-        own = self.scores.query.eq_set(self.scores.key)
-        apart = self.possible([(case.subtract(own), line) for case, line in cases]) or cases
-        if cases and all(_is_close(line, apart[0][1]) for _, line in apart):
-            at_own, *others = (_at_own_key(line) for _, line in apart[:1] + cases)
-            if all(_is_close(line, at_own) for line in others):
-                return apart[0][1]
-        raise NotByDistance("it is not one line over the visible keys")
-
-    def extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
-        """The larger of two numbers, or with a sign of -1 the smaller."""
-        result: Cases = []
-        for first, x in a:
-            for second, y in b:
-                both = first.intersect(second)
-                above = self._not_negative((x - y) * sign)
-                result += [(both.intersect(above), x), (both.subtract(above), y)]
-        return self.possible(result)
-
-    def possible(self, cases: Cases) -> Cases:
-        return [(case, line) for case, line in cases if not self.scores.is_never(case)]
-
-    def chosen(self, condition: isl.Set, yes: Cases, no: Cases) -> Cases:
-        """`yes` where a condition is True, else `no`."""
-        cases = [(case.intersect(condition), line) for case, line in yes]
-        return self.possible(cases + [(case.subtract(condition), line) for case, line in no])
-
-    def _not_negative(self, line: Line) -> isl.Set:
-        """Where a line is at least 0, which must be the same for all heads."""
-        by_atom = {atom: factor for atom, factor in line.factors.items() if factor.any()}
-        if not by_atom:
-            return self.scores.always
-        unit = next((factor for atom, factor in by_atom.items() if atom is not None), by_atom.get(None, np.zeros(1)))
-        if (unit == 0).any() or (np.sign(unit) != np.sign(unit.flat[0])).any():
-            raise NotByDistance("which of two numbers is larger differs by head")
-        x = Affine()
-        for atom, factor in by_atom.items():
-            ratio = factor / np.abs(unit)
-            whole = np.rint(ratio.flat[0])
-            if not np.allclose(ratio, whole, rtol=1e-12, atol=1e-12):
-                raise NotByDistance("which of two numbers is larger is not known")
-            x = x + (Affine(int(whole)) if atom is None else Affine.of(0, {atom: int(whole)}))
-        return self.scores.whole(x).ge_set(self.scores.constant(0))
-
 
 def _ulps(kind: np.dtype[np.generic]) -> float:
     """The largest relative rounding error of a type."""
@@ -381,60 +336,89 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
     return first, steps
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
-
-Handler = Callable[[_Lines, ir.Node, Index], Cases]
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 MOST_CASES = 16
 """Maximum number of cases of a number; with more, it is unknown."""
 
 
-def _pairs(reader: _Lines, function: Callable[[Line, Line], Line], a: Cases, b: Cases) -> Cases:
-    cases = reader.possible([(x.intersect(y), function(line, other)) for x, line in a for y, other in b])
-    if len(cases) > MOST_CASES:
-        raise NotByDistance("it has too many cases")
-    return cases
+@dataclass(frozen=True)
+class _Arithmetic:
+    """Arithmetic of lines, in place of that of numbers (:class:`~attnforge.export.masks.numbers.Arithmetic`)."""
 
+    scores: Scores
 
-def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    source = MOVES[node.op_type](reader, node, index)
-    if source is None:
-        raise NotByDistance(f"how {node.op_type} moves {node.outputs[0].name!r} is not known")
-    return reader.at(node.inputs[0], source)
+    def constant(self, number: float) -> Cases:
+        return [(self.scores.always, Line({None: np.array([number])}))]
 
+    def stored(self, cases: Cases, dtype: ir.DataType | None) -> Cases:
+        """The same numbers: rounding errors are ignored."""
+        return cases
 
-def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    source = node.inputs[0]
-    if source is None or source.shape is None:
-        raise NotByDistance(f"what {node.outputs[0].name!r} repeats is not known")
-    positions: list[Whole] = []
-    for dim, whole, position in zip(source.shape, node.outputs[0].shape or (), index, strict=True):
-        size = Size.of(dim)
-        if size == ONE:
-            positions.append(reader.scores.constant(0))
-        elif size == Size.of(whole):
-            positions.append(position)
-        else:
-            of = reader.scores.value(size.factor)
-            positions.append(position.mod_val(of) if size.is_static else reader.scores.unknown_position(Variable))
-    return reader.at(source, tuple(positions))
+    def compute(self, op_type: str, a: Cases, b: Cases) -> Cases:
+        """Compute Add, Sub, Mul, Ratio, Max or Min.
 
+        Raises:
+            NotByDistance: the result is not a line, or one of too many.
+        """
+        if op_type in ("Max", "Min"):
+            return self._extreme(a, b, 1.0 if op_type == "Max" else -1.0)
+        function = _ON_LINES[op_type]
+        cases = self._possible([(x.intersect(y), function(line, other)) for x, line in a for y, other in b])
+        if len(cases) > MOST_CASES:
+            raise NotByDistance("it has too many cases")
+        return cases
 
-def _cast(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    """Read a Cast to a floating-point type; its rounding error is ignored."""
-    _check_fractions(node)
-    return reader.at(node.inputs[0], index)
+    def common(self, cases: Cases) -> Line:
+        """The line that all cases are. A case of queries and their own keys alone has to agree only there: at a
+        distance of 0, `|key − query|` may be read with either sign.
 
+        Raises:
+            NotByDistance: there is no such line.
+        """
+        cases = self._possible(cases)
+        own = self.scores.query.eq_set(self.scores.key)
+        apart = self._possible([(case.subtract(own), line) for case, line in cases]) or cases
+        if cases and all(_is_close(line, apart[0][1]) for _, line in apart):
+            at_own, *others = (_at_own_key(line) for _, line in apart[:1] + cases)
+            if all(_is_close(line, at_own) for line in others):
+                return apart[0][1]
+        raise NotByDistance("it is not one line over the visible keys")
 
-def _check_fractions(node: ir.Node) -> None:
-    dtype = node.outputs[0].dtype
-    if dtype is None or not dtype.is_floating_point():
-        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to integers")
+    def _extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
+        """The larger of two numbers, or with a sign of -1 the smaller."""
+        result: Cases = []
+        for first, x in a:
+            for second, y in b:
+                both = first.intersect(second)
+                above = self._not_negative((x - y) * sign)
+                result += [(both.intersect(above), x), (both.subtract(above), y)]
+        return self._possible(result)
 
+    def _possible(self, cases: Cases) -> Cases:
+        return [(case, line) for case, line in cases if not self.scores.is_never(case)]
 
-def _joined(function: Callable[[Line, Line], Line]) -> Handler:
-    """A handler that reduces all operands with a function of two numbers."""
-    return lambda reader, node, index: reduce(partial(_pairs, reader, function), reader.cases(node, index))
+    def choose(self, condition: isl.Set, yes: Cases, no: Cases) -> Cases:
+        """`yes` where a condition is True, else `no`."""
+        cases = [(case.intersect(condition), line) for case, line in yes]
+        return self._possible(cases + [(case.subtract(condition), line) for case, line in no])
+
+    def _not_negative(self, line: Line) -> isl.Set:
+        """Where a line is at least 0, which must be the same for all heads."""
+        by_atom = {atom: factor for atom, factor in line.factors.items() if factor.any()}
+        if not by_atom:
+            return self.scores.always
+        unit = next((factor for atom, factor in by_atom.items() if atom is not None), by_atom.get(None, np.zeros(1)))
+        if (unit == 0).any() or (np.sign(unit) != np.sign(unit.flat[0])).any():
+            raise NotByDistance("which of two numbers is larger differs by head")
+        x = Affine()
+        for atom, factor in by_atom.items():
+            ratio = factor / np.abs(unit)
+            whole = np.rint(ratio.flat[0])
+            if not np.allclose(ratio, whole, rtol=1e-12, atol=1e-12):
+                raise NotByDistance("which of two numbers is larger is not known")
+            x = x + (Affine(int(whole)) if atom is None else Affine.of(0, {atom: int(whole)}))
+        return self.scores.whole(x).ge_set(self.scores.constant(0))
 
 
 def _product(a: Line, b: Line) -> Line:
@@ -451,57 +435,34 @@ def _ratio(a: Line, b: Line) -> Line:
     return a * (1 / number)
 
 
-def _div(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    _check_fractions(node)
-    return _joined(_ratio)(reader, node, index)
+_ON_LINES = {"Add": Line.__add__, "Sub": Line.__sub__, "Mul": _product, "Ratio": _ratio}
 
 
-def _neg(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    return [(case, line * -1.0) for case, line in reader.at(node.inputs[0], index)]
+# --- operators --------------------------------------------------------------------------------------------------------
 
 
-def _abs(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    cases = reader.at(node.inputs[0], index)
-    return reader.extreme(cases, [(case, line * -1.0) for case, line in cases], 1.0)
+def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
+    source = node.inputs[0]
+    if source is None or source.shape is None:
+        raise NotByDistance(f"what {node.outputs[0].name!r} repeats is not known")
+    positions: list[Whole] = []
+    for dim, whole, position in zip(source.shape, node.outputs[0].shape or (), index, strict=True):
+        size = Size.of(dim)
+        if size == ONE:
+            positions.append(reader.scores.constant(0))
+        elif size == Size.of(whole):
+            positions.append(position)
+        else:
+            of = reader.scores.value(size.factor)
+            positions.append(position.mod_val(of) if size.is_static else reader.scores.unknown_position(Variable))
+    return reader.read(source, tuple(positions))
 
 
-def _relu(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    return reader.extreme(reader.at(node.inputs[0], index), [(reader.scores.always, Line({}))], 1.0)
-
-
-def _clip(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    cases = reader.at(node.inputs[0], index)
-    for sign, end in zip((1.0, -1.0), node.inputs[1:], strict=False):
-        if end is not None:
-            cases = reader.extreme(cases, reader.at(end, ()), sign)
-    return cases
-
-
-def _extreme(sign: float) -> Handler:
-    return lambda reader, node, index: reduce(partial(reader.extreme, sign=sign), reader.cases(node, index))
-
-
-def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    condition, yes, no = reader.operands(node, index)
-    truth = reader.truth(*condition)
-    if reader.scores.is_never(truth) or reader.scores.is_always(truth):  # the other operand is not read
-        return reader.at(*(no if reader.scores.is_never(truth) else yes))
-    return reader.chosen(truth, reader.at(*yes), reader.at(*no))
-
-
-_HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(MOVES, _moved),
-    "Abs": _abs,
-    "Add": _joined(Line.__add__),
-    "Cast": _cast,
-    "Clip": _clip,
-    "Div": _div,
-    "Max": _extreme(1.0),
-    "Min": _extreme(-1.0),
-    "Mul": _joined(_product),
-    "Neg": _neg,
-    "Relu": _relu,
-    "Sub": _joined(Line.__sub__),
+_HANDLERS: dict[str, Callable[[Any, ir.Node, Index], Any]] = {
+    **{
+        name: HANDLERS[name]
+        for name in (*MOVES, "Abs", "Add", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where")
+    },
+    "Cast": lambda reader, node, index: reader.read(node.inputs[0], index),
     "Tile": _tile,
-    "Where": _where,
 }
