@@ -75,13 +75,8 @@ def attention_node(
     Returns:
         `(B, H, n_q, d_v)`, in the type of the query.
     """
-    attributes: dict[str, float | int] = {"scale": scale}
-    if is_causal:
-        attributes["is_causal"] = 1
-    if softcap:
-        attributes["softcap"] = softcap
-    if softmax_precision:
-        attributes["softmax_precision"] = softmax_precision
+    optional = {"is_causal": int(is_causal), "softcap": softcap, "softmax_precision": softmax_precision}
+    attributes = {"scale": scale, **{name: number for name, number in optional.items() if number}}
     inputs = [query, key, value, *([mask] if mask is not None else [])]
     metadata = {SILENT_ROWS: "nan"} if silent_rows_are_nan else {}
     output = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)

@@ -7,8 +7,9 @@ attention without a softmax (:mod:`.unrecognised`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -22,7 +23,7 @@ from attnforge.export.attention.other_softmaxes import why_no_attention
 from attnforge.export.attention.softmax import restore_softmax
 from attnforge.export.attention.unrecognised import unrecognised
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
-from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
+from attnforge.export.attention.walk_forward import Weights, WeightSteps, walk_to_outputs
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.attention_operators import READERS, scale_of
 from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of
@@ -117,10 +118,6 @@ def _numbered(name: str, taken: Iterable[str]) -> str:
     return f"{name}#{count + 1}" if count else name
 
 
-def _node_name(site: str) -> str:
-    return f"{site}/Attention"
-
-
 def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str:
     """Return one site for each product that reads the weights, or why the softmax is no attention."""
     source = input_of(node)
@@ -133,7 +130,7 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
         return "it runs over one element"
     scores = walk_to_product(Position(source, layout, dim[0]))
     sink = scores.steps.sink if isinstance(scores, Scores) else None
-    outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), sink)
+    outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), WeightSteps(sink=sink))
     walks: list[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else [*outputs]
     sites = []
     for i, weights in enumerate(walks):
@@ -141,38 +138,40 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
             f"{name}, values {i + 1}" if i else name,
             written_as="·".join([*reversed(scores.path), "Softmax", *weights.path]),
         )
-        sites.append(_written(graph, site, scores, weights, source.dtype))
+        if isinstance(scores, Ended) or isinstance(weights, Ended):
+            reasons = (walk.reason for walk in (scores, weights) if isinstance(walk, Ended))
+            sites.append(replace(site, reason="; ".join(reasons)))
+        else:
+            write = partial(emit, graph, scores=scores, weights=weights, softmax_dtype=source.dtype)
+            sites.append(_written(site, write))
     if any(site.node is not None for site in sites):
         return sites
     is_site = both_computed(scores) or not isinstance(outputs, Ended)
     return why_no_attention(node, dependent_on_inputs(graph), is_site) or sites
 
 
-def _written(
-    graph: ir.Graph, site: Site, scores: Scores | Ended, weights: Weights | Ended, dtype: ir.DataType | None
-) -> Site:
-    """Replace the site by a canonical node; where that fails, return it with the reason."""
-    if isinstance(scores, Ended) or isinstance(weights, Ended):
-        return replace(site, reason="; ".join(walk.reason for walk in (scores, weights) if isinstance(walk, Ended)))
+def _written(site: Site, write: Callable[[str], None]) -> Site:
+    """Write the canonical node of a site, under the name that `write` is given; return the site with that name, or with
+    the reason why there is no such node."""
+    name = f"{site.name}/Attention"
     try:
-        emit(graph, _node_name(site.name), scores, weights, dtype)
+        write(name)
     except (NotAttention, LayoutError) as error:
         return replace(site, reason=str(error))
-    return replace(site, node=_node_name(site.name))
+    return replace(site, node=name)
 
 
 def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
     """Canonicalise an attention operator written by the exporter or another tool."""
-    site = Site(name, f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
-    try:
+
+    def write(node_name: str) -> None:
         if is_standard(node):
             node.attributes["scale"] = ir.AttrFloat32("scale", scale_of(node, node.inputs[0]))
-            node.name = _node_name(name)
+            node.name = node_name
         else:
-            standard(graph, node, _node_name(name))
-    except (NotAttention, LayoutError) as error:
-        return replace(site, reason=str(error))
-    return replace(site, node=_node_name(name))
+            standard(graph, node, node_name)
+
+    return _written(Site(name, f"{node.domain}::{node.op_type}" if node.domain else node.op_type), write)
 
 
 def _from_argmax(node: ir.Node, name: str) -> list[Site]:

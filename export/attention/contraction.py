@@ -37,11 +37,6 @@ class Contraction:
     output: list[str]
     summed: dict[str, Size]
 
-    def other(self, side: Side) -> Side:
-        """The side that is not `side`."""
-        left, right = self.sides
-        return right if side is left else left
-
 
 def is_product(node: ir.Node) -> bool:
     """Whether a node sums products of the elements of two tensors."""

@@ -107,21 +107,16 @@ class _Operands:
     """The tensors that a site reads and the one that it computes, traced past factors, views and casts.
 
     Attributes:
+        inputs: query, key and value.
         scale: the factor on the scores, including those on query and key.
         value_factor: the factor on the values.
     """
 
-    query: Operand
-    key: Operand
-    value: Operand
+    inputs: tuple[Operand, Operand, Operand]
     output: Operand
     dtype: ir.DataType
     scale: float
     value_factor: float
-
-    @property
-    def inputs(self) -> tuple[Operand, Operand, Operand]:
-        return self.query, self.key, self.value
 
 
 def _operands(scores: Scores, weights: Weights) -> _Operands:
@@ -137,7 +132,7 @@ def _operands(scores: Scores, weights: Weights) -> _Operands:
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == output.value.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
     scale = scores.steps.scale * query_factor * key_factor * inner_query_factor * inner_key_factor
-    return _Operands(query, key, value, output, dtype, scale, value_factor)
+    return _Operands((query, key, value), output, dtype, scale, value_factor)
 
 
 def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:

@@ -156,10 +156,6 @@ def before_expand(node: ir.Node, after: Layout) -> Layout:
     return before
 
 
-def is_expand(node: ir.Node) -> bool:
-    return is_op(node, "Expand")
-
-
 def is_view(node: ir.Node | None) -> bool:
     return is_op(node, *VIEWS)
 
@@ -171,9 +167,9 @@ def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     returns the furthest value whose shape does.
     """
     furthest = value, layout
-    while (node := value.producer()) is not None and (is_view(node) or is_expand(node)):
+    while (node := value.producer()) is not None and is_op(node, *VIEWS, "Expand"):
         try:
-            layout = before_expand(node, layout) if is_expand(node) else before_view(node, layout)
+            layout = before_expand(node, layout) if node.op_type == "Expand" else before_view(node, layout)
         except LayoutError:
             break
         value = input_of(node)
@@ -258,29 +254,26 @@ def _step(op: Builder, sized: Sequence[Sized], value: ir.Value, here: Layout, th
         result = op.Expand(value, _shape(op, there.dims, sized))
     elif here.axes != there.axes:
         result = op.Transpose(value, perm=[a.index(dim) for dim in b])
-    elif [d for d in a if d] == [d for d in b if d] and len(b) > len(a) and not _ones_removed(a, b):
-        result = op.Unsqueeze(value, constant(op, _inserted(a, b)))
-    elif [d for d in a if d] == [d for d in b if d] and len(a) > len(b) and not _ones_removed(b, a):
-        result = op.Squeeze(value, constant(op, _inserted(b, a)))
+    elif (new := _inserted(a, b)) is not None:
+        result = op.Unsqueeze(value, constant(op, new))
+    elif (old := _inserted(b, a)) is not None:
+        result = op.Squeeze(value, constant(op, old))
     else:
         result = op.Reshape(value, _shape(op, b, sized, reshape_from=a))
     return typed(result, value.dtype, [size.dim() for size in there.sizes()])
 
 
-def _inserted(few: list[Dims], many: list[Dims]) -> list[int]:
-    """Positions in `many` of the size-1 dims that `few` lacks."""
+def _inserted(few: list[Dims], many: list[Dims]) -> list[int] | None:
+    """Positions in `many` of the dims that `few` lacks; None if these are not all of size 1, or `many` lacks others."""
     positions, i = [], 0
     for j, dim in enumerate(many):
         if i < len(few) and few[i] == dim:
             i += 1
+        elif dim:
+            return None
         else:
             positions.append(j)
-    return positions
-
-
-def _ones_removed(few: list[Dims], many: list[Dims]) -> bool:
-    """Whether `few` has dims of size 1 that `many` lacks."""
-    return len(_inserted(few, many)) != len(many) - len(few)
+    return positions if i == len(few) else None
 
 
 def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: list[Dims] | None = None) -> ir.Value:

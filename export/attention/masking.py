@@ -13,11 +13,12 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand, same_value, without_not
+from attnforge.export.attention.softmax import one_axis
 from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
 from attnforge.export.attention.walk_forward import WeightSteps, Zeroing
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
-from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, optional_input
+from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
@@ -76,8 +77,7 @@ def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
     reduction = _before_casts(rows.condition.value).producer()
     if rows.by_key or not is_op(reduction, "ReduceMax", "ReduceMin"):
         return False
-    axes = constant_of(optional_input(reduction, 1))
-    if axes is None or axes.size != 1 or reduction.attributes.get_int("keepdims", 1) != 1:
+    if (axis := one_axis(reduction)) is None:
         return False
     counted = input_of(reduction)
     inner, inner_negated = without_not(
@@ -87,7 +87,7 @@ def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
         return False
     is_any = reduction.op_type == "ReduceMax"
     is_of_left, says_none = inner_negated == fill.inverted, rows.inverted != is_any
-    dims = fill.condition.layout.with_dim(int(axes.item()), ()).dims
+    dims = fill.condition.layout.with_dim(axis, ()).dims
     return is_of_left == is_any and says_none and dims == rows.condition.layout.dims
 
 

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import Axis, Dims, Layout, before_views, is_expand, is_view
+from attnforge.export.attention.layout import Axis, Dims, Layout, before_views, is_view
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import input_of, is_op, optional_input
+from attnforge.export.graphs.nodes import VIEWS, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, is_size_of, sizes_of
 
 
@@ -67,7 +67,7 @@ def scalar(value: ir.Value | None) -> float | None:
     if node.op_type == "Cast" and (number := scalar(node.inputs[0])) is not None and value.dtype is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             return float(np.asarray(number).astype(value.dtype.numpy()).astype(np.float64))
-    return scalar(node.inputs[0]) if is_view(node) or is_expand(node) else None
+    return scalar(node.inputs[0]) if is_op(node, *VIEWS, "Expand") else None
 
 
 def factor_of(node: ir.Node) -> tuple[float, ir.Value] | None:

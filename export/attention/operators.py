@@ -52,18 +52,15 @@ def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
         NotAttention: the operator does something that no canonical node does.
         LayoutError: the shape of an operand is not known.
     """
-    present: tuple[ir.Value, ...] = ()
 
-    def build(op: Builder) -> ir.Value:
-        nonlocal present
+    def build(op: Builder) -> tuple[ir.Value, ...]:
         reading = read(op, node)
         if reading.in_buffer:
             raise NotAttention(f"a {node.op_type} with a cache, whose buffer may be longer than the keys in it")
-        present = reading.present
-        return _emit(op, reading, name)
+        return _emit(op, reading, name), *reading.present
 
-    result = insert(graph, node, build, stem=f"{name}/operands")
-    for old, new in zip(node.outputs, (result, *present), strict=False):
+    results = insert(graph, node, build, stem=f"{name}/operands")
+    for old, new in zip(node.outputs, results, strict=False):
         if old is node.outputs[0] or is_used(old):
             like(old, new)
             replace_value(old, new)

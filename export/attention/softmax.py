@@ -56,7 +56,7 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
     exp, total = (_maker(value) for value in div.inputs)
     if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
         return None
-    axis, source = _one_axis(total), exp.inputs[0]
+    axis, source = one_axis(total), exp.inputs[0]
     if axis is None or _maker(total.inputs[0]) is not exp or div.outputs[0].dtype != exp.outputs[0].dtype:
         return None
     if source is None or (not _is_shifted(source, axis) and _is_guarded(div.outputs[0])):
@@ -74,7 +74,7 @@ def _is_shifted(scores: ir.Value, axis: int) -> bool:
         largest is not None
         and largest.op_type == "ReduceMax"
         and before_casts(largest.inputs[0]) is before_casts(node.inputs[0])
-        and _one_axis(largest) == axis
+        and one_axis(largest) == axis
     )
 
 
@@ -98,7 +98,7 @@ def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
     total = maker_of(log.inputs[1])
     if total is None or total.op_type != "ReduceLogSumExp" or total.inputs[0] is not source:
         return None
-    axis = _one_axis(total)
+    axis = one_axis(total)
     return (source, axis) if axis is not None else None
 
 
@@ -113,7 +113,7 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
     if before_casts(total.inputs[0]) is not weights or source is None or weights.shape is None:
         return None
     last = len(weights.shape) - 1
-    return (source, last) if _one_axis(total) == last and last > 0 else None
+    return (source, last) if one_axis(total) == last and last > 0 else None
 
 
 def before_casts(value: ir.Value | None) -> ir.Value | None:
@@ -131,7 +131,7 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
     return maker_of(before_casts(value))
 
 
-def _one_axis(node: ir.Node) -> int | None:
+def one_axis(node: ir.Node) -> int | None:
     """The axis of a reduction over one axis with `keepdims`; None for other reductions."""
     axes, source = constant_of(optional_input(node, 1)), node.inputs[0]
     if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != 1:

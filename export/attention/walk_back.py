@@ -408,7 +408,7 @@ def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Score
             tuple(Operand(side.value, Layout.fresh(side.value)) for side in product.sides),
         )
     (key,) = key_sides
-    query = product.other(key)
+    (query,) = (side for side in product.sides if side is not key)
     features: dict[Label, Dims] = {label: (Axis(size),) for label, size in product.summed.items()}
     axes: dict[Label, Dims] = {None: ()}
     axes.update(dims)

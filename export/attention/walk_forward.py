@@ -89,25 +89,22 @@ class Weights:
         return self.steps.path
 
 
-def walk_to_outputs(position: Position, sink: Sink | None = None) -> list[Weights] | Ended:
+def walk_to_outputs(position: Position, steps: WeightSteps) -> list[Weights] | Ended:
     """Walk from the output of a softmax to every product with values.
 
     Args:
         position: the attention weights.
-        sink: attention sinks that the softmax runs over in addition to the keys.
+        steps: what the graph does to the weights from the softmax to here.
 
     Returns:
         One record for each product, ordered by the name of the node at which their paths fork.
     """
-    return _walk(position, WeightSteps(sink=sink))
-
-
-def _walk(position: Position, steps: WeightSteps) -> list[Weights] | Ended:
     try:
         while True:
             if steps.scale > 0 and not steps.tensor_scales and (guard := _nan_guard(position.value)) is not None:
-                position = replace(position, value=guard.result)
-                if guard.zeroes_nan:
+                result, zeroes_nan = guard
+                position = replace(position, value=result)
+                if zeroes_nan:
                     steps = replace(steps, nan_rows_zeroed=True, path=(*steps.path, "guard"))
                 continue
             users = {use.node for use in position.value.uses() if use.node.op_type != "Shape"} - position.also_used_by
@@ -127,7 +124,7 @@ def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -
     """Follow weights that several nodes read: each product is a separate attention over the same scores."""
     outputs = []
     for node in sorted(users, key=lambda user: user.name or ""):
-        weights = _walk(replace(position, also_used_by=frozenset(users - {node})), steps)
+        weights = walk_to_outputs(replace(position, also_used_by=frozenset(users - {node})), steps)
         if isinstance(weights, Ended):
             raise NotAttention(
                 f"the attention weights {position.value.name!r} are used {len(users)} times, not only for values "
@@ -250,12 +247,11 @@ def _without_sinks(node: ir.Node, position: Position, sink: Sink | None) -> tupl
     sizes = sizes_of(node.outputs[0])
     dims = position.layout.dims
     axis = dims.index((sink.joint,)) if sink is not None and (sink.joint,) in dims else None
+    sliced = "the attention weights are sliced before they meet the values"
     if sink is None or axis is None or starts is None or axes is None or axes.size != 1:
-        raise NotAttention("the attention weights are sliced before they meet the values")
+        raise NotAttention(sliced)
     if step is None and len(node.inputs) > 4:
-        raise NotAttention(
-            "the attention weights are sliced before they meet the values, by steps that are not constant"
-        )
+        raise NotAttention(f"{sliced}, by steps that are not constant")
     start, wanted = int(starts.item()), sink.count if sink.first else 0
     joint = sink.joint.size
     from_end = start < 0 and joint.is_static and start + joint.factor == wanted
@@ -265,7 +261,7 @@ def _without_sinks(node: ir.Node, position: Position, sink: Sink | None) -> tupl
         or (step is not None and int(step.item()) != 1)
         or sizes[axis] != sink.keys.size
     ):
-        raise NotAttention("the attention weights are sliced before they meet the values")
+        raise NotAttention(sliced)
     return sink.keys, position.layout.with_dim(axis, (sink.keys,))
 
 
@@ -287,21 +283,9 @@ _ELEMENTWISE: dict[str, Callable[..., NDArray[Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Guard:
-    """Nodes such as `Where(IsNaN(w), 0, w)` or `nan_to_num`.
-
-    Attributes:
-        result: the value that replaces the weights after the nodes.
-        zeroes_nan: whether it has zero instead of NaN; otherwise NaN stays.
-    """
-
-    result: ir.Value
-    zeroes_nan: bool
-
-
-def _nan_guard(weights: ir.Value) -> _Guard | None:
-    """The guard against NaN that all readers of `weights` belong to; None if other nodes read them.
+def _nan_guard(weights: ir.Value) -> tuple[ir.Value, bool] | None:
+    """The guard against NaN that all readers of `weights` belong to, such as `Where(IsNaN(w), 0, w)` or `nan_to_num`:
+    the value that replaces the weights, and whether it has zero instead of NaN; None if other nodes read the weights.
 
     The guard is evaluated on :data:`_PROBE` to see what it does.
     """
@@ -317,7 +301,7 @@ def _nan_guard(weights: ir.Value) -> _Guard | None:
         return None
     if not (numbers[3] == 0 or np.isnan(numbers[3])):
         return None  # another number instead of NaN, which no attention kernel returns
-    return _Guard(leaving[0], bool(numbers[3] == 0))
+    return leaving[0], bool(numbers[3] == 0)
 
 
 def _probed(weights: ir.Value) -> dict[ir.Value, NDArray[Any]]:

@@ -5,9 +5,9 @@ A softmax over keys does not change if one number is added to all scores of a qu
 `slope · (key − last key)` as in MPT, and `−slope · |query − key|` are the same bias, `slope · (key − query)`, which a
 step computes from the positions of its tokens and of its cache.
 
-The bias is read from the mask's graph, backwards as in :mod:`~attnforge.export.masks.reader`: every number in
-it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised has no
-slopes.
+The bias is read from the mask's graph, backwards by the functions of :mod:`~attnforge.export.masks.reader`: every
+number in it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised
+has no slopes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import inf
+from typing import Any
 
 import islpy as isl
 import ml_dtypes
@@ -32,8 +33,8 @@ from attnforge.export.lowering.attention import Slopes
 from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
-from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader
-from attnforge.export.masks.scores import Whole
+from attnforge.export.masks.reader import BOOL, HANDLERS, MOST_DEPTH, Reader
+from attnforge.export.masks.scores import Scores, Whole
 from attnforge.export.masks.shape import fit
 from attnforge.export.masks.visibility import Visibility, scores_index
 
@@ -48,66 +49,27 @@ class TooFewPositions(UsageError):
     """A table of biases that ends before the cache does."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """A number over the scores of a site: the sum of every atom times its factor.
+Line = Array
+"""A number over the scores of a site, `(4, heads)` or `(4, 1)`: its constant term, and its factors of the query's
+index, of the key's index and of the number of tokens."""
 
-    Attributes:
-        factors: `(heads,)` or `(1,)` by atom: query, key or number of tokens; None for the constant term.
-    """
+CONSTANT, QUERY, KEY, COUNT = range(4)
 
-    factors: Mapping[Atom | None, Array]
 
-    @property
-    def number(self) -> Array | None:
-        """Its value for all pairs, by head; None if it differs between pairs."""
-        return self.of(None) if all(atom is None or not factor.any() for atom, factor in self.factors.items()) else None
+def constant(number: Array | float) -> Line:
+    """The line that is the same number for all pairs, which may differ by head."""
+    line = np.zeros((4, np.size(number)))
+    line[CONSTANT] = number
+    return line
 
-    def of(self, atom: Atom | None) -> Array:
-        return self.factors.get(atom, np.zeros(1))
 
-    def __add__(self, other: Line) -> Line:
-        atoms = dict.fromkeys((*self.factors, *other.factors))
-        return Line({atom: self.of(atom) + other.of(atom) for atom in atoms})
-
-    def __mul__(self, number: Array | float) -> Line:
-        return Line({atom: factor * number for atom, factor in self.factors.items()})
-
-    def __sub__(self, other: Line) -> Line:
-        return self + other * -1.0
+def number_of(line: Line) -> Array | None:
+    """The value of a line for all pairs, by head; None if it differs between pairs."""
+    return None if line[QUERY:].any() else line[CONSTANT]
 
 
 Cases = list[tuple[isl.Set, Line]]
 """Lines with the conditions under which each applies. For every pair, one condition is True."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The possible numbers of tokens.
-
-    Attributes:
-        symbol: the symbol of the number of tokens.
-        most: the largest number, which is the capacity of the cache.
-    """
-
-    symbol: str
-    most: int
-
-    def bounds(self, line: Line) -> tuple[float, float]:
-        """The bounds of a line over all heads."""
-        ends = []
-        for count in (1, self.most):
-            least = most = line.of(None)
-            for atom, factor in line.factors.items():
-                if atom is None:
-                    continue
-                first, last = (count, count) if isinstance(atom, Dim) else (0, count - 1)
-                least, most = (
-                    end + choose(factor * first, factor * last)
-                    for end, choose in ((least, np.minimum), (most, np.maximum))
-                )
-            ends += [float(least.min()), float(most.max())]
-        return min(ends), max(ends)
 
 
 def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Slopes]:
@@ -138,103 +100,115 @@ def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, S
     if not isinstance(heads, int):
         raise NotByDistance("the number of heads is dynamic")
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
-    reader = _Lines(n_q, n_k, Counts(symbol, capacity), heads)
+    reader = _Lines(n_q, n_k, symbol, capacity, heads)
     scores = reader.scores
-    cases = reader.at(mask, scores_index(scores, mask, query, key))
-    hidden = [reader.counts.bounds(line)[1] <= NEGLIGIBLE for _, line in cases]
-    seen = reduce(isl.Set.union, (case for (case, _), low in zip(cases, hidden, strict=True) if not low), scores.never)
+    cases = reader.read(mask, scores_index(scores, mask, query, key))
+    shown = [(case, line) for case, line in cases if not reader.is_hidden(line)]
+    seen = reduce(isl.Set.union, (case for case, _ in shown), scores.never)
     if node.attributes.get_int("is_causal", 0):
         seen = seen.intersect(scores.query.ge_set(scores.key))
     regions, is_exact = fit(scores, scores.may(seen))
     if not is_exact or not scores.may(scores.opposite(seen)).intersect(scores.may(seen)).is_empty():
         raise NotByDistance("which keys it hides depends on more than positions")
-    shown = reader.common(
-        [(case.intersect(seen), line) for (case, line), h in zip(cases, hidden, strict=True) if not h]
-    )
-    least = reader.counts.bounds(_at_own_key(shown))[0]
-    if any(reader.counts.bounds(line)[1] > least + NEGLIGIBLE for (_, line), h in zip(cases, hidden, strict=True) if h):
+    bias = reader.arithmetic.common([(case.intersect(seen), line) for case, line in shown])
+    least = reader.bounds(_at_own_key(bias))[0]
+    if any(reader.bounds(line)[1] > least + NEGLIGIBLE for _, line in cases if reader.is_hidden(line)):
         raise NotByDistance("what it adds to hidden keys is not low enough compared to its bias")
-    slopes = np.broadcast_to(shown.of(Variable.KEY), heads)
+    slopes = np.broadcast_to(bias[KEY], heads)
     visible = Visibility(regions, frozenset(), "never", n_q, n_k)
     return visible, tuple(float(slope) for slope in slopes)
 
 
-def _is_close(line: Line, other: Line) -> bool:
-    atoms = dict.fromkeys((*line.factors, *other.factors))
-    return all(np.allclose(line.of(atom), other.of(atom), rtol=1e-12, atol=0) for atom in atoms)
-
-
 def _at_own_key(line: Line) -> Line:
     """The value of a line at the query's own key."""
-    factors = {atom: factor for atom, factor in line.factors.items() if atom not in PAIR}
-    return Line({**factors, Variable.QUERY: line.of(Variable.QUERY) + line.of(Variable.KEY)})
+    result = line.copy()
+    result[QUERY], result[KEY] = line[QUERY] + line[KEY], 0
+    return result
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Lines(Reader):
+class _Lines:
     """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
-    capacity of the cache."""
+    capacity of the cache. The functions of :data:`~attnforge.export.masks.reader.HANDLERS` take it like a reader."""
 
-    def __init__(self, n_q: Affine, n_k: Affine, counts: Counts, heads: int) -> None:
-        super().__init__(n_q, n_k)
-        self.counts, self.heads = counts, heads
-        count, head = self.scores.whole(Affine.atom(Dim(counts.symbol))), self.scores.head
-        self.scores.assume(count.le_set(self.scores.constant(counts.most)))
+    def __init__(self, n_q: Affine, n_k: Affine, symbol: str, capacity: int, heads: int) -> None:
+        self._reader = reader = Reader(n_q, n_k)
+        self.scores = reader.scores
+        self.arithmetic = _Arithmetic(self.scores, (*PAIR, Dim(symbol)))
+        self.truth, self.operands = reader.truth, reader.operands
+        self.position, self.elements = reader.position, reader.elements
+        self.capacity, self.heads = capacity, heads
+        count, head = self.scores.whole(Affine.atom(Dim(symbol))), self.scores.head
+        self.scores.assume(count.le_set(self.scores.constant(capacity)))
         self.scores.assume(head.lt_set(self.scores.constant(heads)))
         self._lines: dict[tuple[ir.Value, Index], Cases] = {}
-        self._deep = 0
+        self._depth = 0
+        self.number = self.read
 
-    def at(self, value: ir.Value | None, index: Index) -> Cases:
+    def bounds(self, line: Line) -> tuple[float, float]:
+        """The bounds of a line over all heads and numbers of tokens."""
+        ends = []
+        for count in (1, self.capacity):
+            first, last = line.T * (1, 0, 0, count), line.T * (1, count - 1, count - 1, count)
+            ends += [np.minimum(first, last).sum(1).min(), np.maximum(first, last).sum(1).max()]
+        return float(min(ends)), float(max(ends))
+
+    def is_hidden(self, line: Line) -> bool:
+        return self.bounds(line)[1] <= NEGLIGIBLE
+
+    def read(self, value: ir.Value | None, index: Index) -> Cases:
         """Read `value` at an index."""
         assert value is not None
         if (cases := self._lines.get((value, index))) is None:  # isl may normalise an index later, and its hash
-            if self._deep >= MOST_DEPTH:
+            if self._depth >= MOST_DEPTH:
                 raise NotByDistance(f"{value.name!r} is computed by a chain of too many operators")
-            self._deep += 1
-            self._lines[value, index] = cases = self._at(value, index)
-            self._deep -= 1
+            self._depth += 1
+            self._lines[value, index] = cases = self._uncached(value, index)
+            self._depth -= 1
         return cases
 
-    def _at(self, value: ir.Value, index: Index) -> Cases:
+    def _uncached(self, value: ir.Value, index: Index) -> Cases:
         if value.shape is None or len(value.shape) != len(index):
             raise NotByDistance(f"the shape of {value.name!r} is not known")
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
             return [(self.scores.always, self._of_table(value, tensor.numpy(), index))]
-        if (cases := self._of_number(self.number(value, index))) is not None:
-            return cases
+        if (known := self._of_number(self._reader.number(value, index))) is not None:
+            return known
         node = value.producer()
         if node is None:
             raise NotByDistance(f"{value.name!r} is an input")
-        if node.domain == "" and (write := _HANDLERS.get(node.op_type)) is not None:
-            return write(self, node, index)
-        raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
-
-    def cases(self, node: ir.Node, index: Index) -> list[Cases]:
-        """The operands of an elementwise operator."""
-        return [self.at(*operand) for operand in self.operands(node, index)]
+        if node.domain != "" or node.op_type not in _HANDLERS:
+            raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
+        if node.op_type in ("Cast", "Div") and (value.dtype is None or not value.dtype.is_floating_point()):
+            raise NotByDistance(f"{value.name!r} is rounded to integers")
+        cases: Cases | None = _HANDLERS[node.op_type](self, node, index)
+        if cases is None:
+            raise NotByDistance(f"how {node.op_type} moves {value.name!r} is not known")
+        return cases
 
     def _of_number(self, number: Number) -> Cases | None:
         """The cases of a number that is known without a table; None for others."""
         sums = [(domain, self.scores.sum_of(x)) for domain, x in number.whole.get_pieces()]
         lines = [(domain, None if x is None else self._of_expression(x)) for domain, x in sums]
         numbers = [(domain, bounds.number) for domain, bounds in number.rest]
-        lines += [(domain, None if x is None else Line({None: np.array([x])})) for domain, x in numbers]
+        lines += [(domain, None if x is None else constant(x)) for domain, x in numbers]
         known = [(domain, line) for domain, line in lines if line is not None]
         return known if len(known) == len(lines) else None
 
     def _of_expression(self, x: Affine) -> Line | None:
         """An integer as a line; None if it depends on more than heads, queries, keys and the number of tokens."""
-        factors: dict[Atom | None, Array] = {None: np.array([float(x.number)])}
+        line = np.zeros((4, self.heads))
+        line[CONSTANT] = x.number
         for atom, factor in x.terms:
             if atom == Variable.HEAD:
-                factors[None] = factors[None] + factor * np.arange(self.heads)
-            elif atom in PAIR or atom == Dim(self.counts.symbol):
-                factors[atom] = np.array([float(factor)])
+                line[CONSTANT] += factor * np.arange(self.heads)
+            elif atom in self.arithmetic.atoms:
+                line[QUERY + self.arithmetic.atoms.index(atom)] = factor
             else:
                 return None
-        return Line(factors)
+        return line
 
     def _of_table(self, value: ir.Value, table: Array, index: Index) -> Line:
         """The line of a constant, which may differ by head and is evenly spaced along its other dims, within the
@@ -259,20 +233,16 @@ class _Lines(Reader):
         if not by_head:
             numbers = numbers[..., None]
         if not along:
-            return Line({None: numbers.astype(np.float64)})
-        lines = [self._of_expression(position) for position in along]
-        if any(line is None for line in lines):
+            return constant(numbers.astype(np.float64))
+        lines = [line for position in along if (line := self._of_expression(position)) is not None]
+        if len(lines) < len(along):
             raise NotByDistance(f"where {value.name!r} is read is not known")
         if (fitted := evenly(numbers, _ulps(table.dtype))) is None:
             raise NotByDistance(f"{value.name!r} is a table whose steps are not equal")
         for position, size in zip(along, ends, strict=True):
             self._check_inside(value, position, size)
         first, steps = fitted
-        result = Line({None: first})
-        for line, step in zip(lines, steps, strict=True):
-            assert line is not None
-            result = result + Line({atom: factor * step for atom, factor in line.factors.items()})
-        return result
+        return sum((line * step for line, step in zip(lines, steps, strict=True)), constant(first))
 
     def _check_inside(self, value: ir.Value, position: Affine, size: int) -> None:
         """Check that a table is read within its bounds up to the capacity of the cache.
@@ -285,60 +255,9 @@ class _Lines(Reader):
             raise NotByDistance(f"where {value.name!r} is read is not known")
         if most >= size:
             raise TooFewPositions(
-                f"{value.name} has biases for {size} positions and the cache has {self.counts.most}; give a smaller "
+                f"{value.name} has biases for {size} positions and the cache has {self.capacity}; give a smaller "
                 "cache_tokens"
             )
-
-    def common(self, cases: Cases) -> Line:
-        """The line that all cases are. A case of queries and their own keys alone has to agree only there: at a
-        distance of 0, `|key − query|` may be read with either sign.
-
-        Raises:
-            NotByDistance: there is no such line.
-        """
-        cases = self.possible(cases)
-        own = self.scores.query.eq_set(self.scores.key)
-        apart = self.possible([(case.subtract(own), line) for case, line in cases]) or cases
-        if cases and all(_is_close(line, apart[0][1]) for _, line in apart):
-            at_own, *others = (_at_own_key(line) for _, line in apart[:1] + cases)
-            if all(_is_close(line, at_own) for line in others):
-                return apart[0][1]
-        raise NotByDistance("it is not one line over the visible keys")
-
-    def extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
-        """The larger of two numbers, or with a sign of -1 the smaller."""
-        result: Cases = []
-        for first, x in a:
-            for second, y in b:
-                both = first.intersect(second)
-                above = self._not_negative((x - y) * sign)
-                result += [(both.intersect(above), x), (both.subtract(above), y)]
-        return self.possible(result)
-
-    def possible(self, cases: Cases) -> Cases:
-        return [(case, line) for case, line in cases if not self.scores.is_never(case)]
-
-    def chosen(self, condition: isl.Set, yes: Cases, no: Cases) -> Cases:
-        """`yes` where a condition is True, else `no`."""
-        cases = [(case.intersect(condition), line) for case, line in yes]
-        return self.possible(cases + [(case.subtract(condition), line) for case, line in no])
-
-    def _not_negative(self, line: Line) -> isl.Set:
-        """Where a line is at least 0, which must be the same for all heads."""
-        by_atom = {atom: factor for atom, factor in line.factors.items() if factor.any()}
-        if not by_atom:
-            return self.scores.always
-        unit = next((factor for atom, factor in by_atom.items() if atom is not None), by_atom.get(None, np.zeros(1)))
-        if (unit == 0).any() or (np.sign(unit) != np.sign(unit.flat[0])).any():
-            raise NotByDistance("which of two numbers is larger differs by head")
-        x = Affine()
-        for atom, factor in by_atom.items():
-            ratio = factor / np.abs(unit)
-            whole = np.rint(ratio.flat[0])
-            if not np.allclose(ratio, whole, rtol=1e-12, atol=1e-12):
-                raise NotByDistance("which of two numbers is larger is not known")
-            x = x + (Affine(int(whole)) if atom is None else Affine.of(0, {atom: int(whole)}))
-        return self.scores.whole(x).ge_set(self.scores.constant(0))
 
 
 def _ulps(kind: np.dtype[np.generic]) -> float:
@@ -381,26 +300,121 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
     return first, steps
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
-
-Handler = Callable[[_Lines, ir.Node, Index], Cases]
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 MOST_CASES = 16
 """Maximum number of cases of a number; with more, it is unknown."""
 
 
-def _pairs(reader: _Lines, function: Callable[[Line, Line], Line], a: Cases, b: Cases) -> Cases:
-    cases = reader.possible([(x.intersect(y), function(line, other)) for x, line in a for y, other in b])
-    if len(cases) > MOST_CASES:
-        raise NotByDistance("it has too many cases")
-    return cases
+@dataclass(frozen=True)
+class _Arithmetic:
+    """Arithmetic of lines, in place of that of numbers (:class:`~attnforge.export.masks.numbers.Arithmetic`)."""
+
+    scores: Scores
+    atoms: tuple[Atom, ...]
+
+    def constant(self, number: float) -> Cases:
+        return [(self.scores.always, constant(number))]
+
+    def stored(self, cases: Cases, dtype: ir.DataType | None) -> Cases:
+        """The same numbers: rounding errors are ignored."""
+        return cases
+
+    def compute(self, op_type: str, a: Cases, b: Cases) -> Cases:
+        """Compute Add, Sub, Mul, Ratio, Max or Min.
+
+        Raises:
+            NotByDistance: the result is not a line, or one of too many.
+        """
+        if op_type in ("Max", "Min"):
+            return self._extreme(a, b, 1.0 if op_type == "Max" else -1.0)
+        function = _ON_LINES[op_type]
+        cases = self._possible([(x.intersect(y), function(line, other)) for x, line in a for y, other in b])
+        if len(cases) > MOST_CASES:
+            raise NotByDistance("it has too many cases")
+        return cases
+
+    def common(self, cases: Cases) -> Line:
+        """The line that all cases are. A case of queries and their own keys alone has to agree only there: at a
+        distance of 0, `|key − query|` may be read with either sign.
+
+        Raises:
+            NotByDistance: there is no such line.
+        """
+        cases = self._possible(cases)
+        own = self.scores.query.eq_set(self.scores.key)
+        apart = self._possible([(case.subtract(own), line) for case, line in cases]) or cases
+        is_close = partial(np.allclose, rtol=1e-12, atol=0)
+        if cases and all(is_close(line, apart[0][1]) for _, line in apart):
+            at_own, *others = (_at_own_key(line) for _, line in apart[:1] + cases)
+            if all(is_close(line, at_own) for line in others):
+                return apart[0][1]
+        raise NotByDistance("it is not one line over the visible keys")
+
+    def _extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
+        """The larger of two numbers, or with a sign of -1 the smaller."""
+        result: Cases = []
+        for first, x in a:
+            for second, y in b:
+                both = first.intersect(second)
+                above = self._not_negative((x - y) * sign)
+                result += [(both.intersect(above), x), (both.subtract(above), y)]
+        return self._possible(result)
+
+    def _possible(self, cases: Cases) -> Cases:
+        return [(case, line) for case, line in cases if not self.scores.is_never(case)]
+
+    def choose(self, condition: isl.Set, yes: Cases, no: Cases) -> Cases:
+        """`yes` where a condition is True, else `no`."""
+        cases = [(case.intersect(condition), line) for case, line in yes]
+        return self._possible(cases + [(case.subtract(condition), line) for case, line in no])
+
+    def _not_negative(self, line: Line) -> isl.Set:
+        """Where a line is at least 0, which must be the same for all heads."""
+        if not line.any():
+            return self.scores.always
+        unit = next(line[row] for row in (QUERY, KEY, COUNT, CONSTANT) if line[row].any())
+        if (unit == 0).any() or (np.sign(unit) != np.sign(unit[0])).any():
+            raise NotByDistance("which of two numbers is larger differs by head")
+        ratios = line / np.abs(unit)
+        if not np.isfinite(ratios).all() or not np.allclose(ratios, np.rint(ratios[:, :1]), rtol=1e-12, atol=1e-12):
+            raise NotByDistance("which of two numbers is larger is not known")
+        number, *factors = (int(ratio) for ratio in np.rint(ratios[:, 0]))
+        x = Affine.of(number, dict(zip(self.atoms, factors, strict=True)))
+        return self.scores.whole(x).ge_set(self.scores.constant(0))
 
 
-def _moved(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    source = MOVES[node.op_type](reader, node, index)
-    if source is None:
-        raise NotByDistance(f"how {node.op_type} moves {node.outputs[0].name!r} is not known")
-    return reader.at(node.inputs[0], source)
+def _times(line: Line, number: Array) -> Line:
+    """A line times a number, by head; factors of 0 stay 0, also times infinity."""
+    rows = np.asarray(line.any(1))
+    rows[CONSTANT] = True
+    result = np.zeros((4, max(line.shape[1], len(number))))
+    result[rows] = line[rows] * number
+    return result
+
+
+def _product(a: Line, b: Line) -> Line:
+    for line, other in ((a, b), (b, a)):
+        if (number := number_of(other)) is not None:
+            return _times(line, number)
+    raise NotByDistance("it multiplies two numbers that differ by position")
+
+
+def _ratio(a: Line, b: Line) -> Line:
+    if (number := number_of(b)) is None or not number.all():
+        raise NotByDistance("it divides by a number that differs by position")
+    return a * (1 / number)
+
+
+_ON_LINES: Mapping[str, Callable[[Line, Line], Line]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": _product,
+    "Ratio": _ratio,
+}
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
 
 
 def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
@@ -416,92 +430,15 @@ def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
             positions.append(position)
         else:
             of = reader.scores.value(size.factor)
-            positions.append(position.mod_val(of) if size.is_static else reader.scores.unknown_position(Variable))
-    return reader.at(source, tuple(positions))
+            positions.append(position.mod_val(of) if size.is_static else reader.scores.unknown_position())
+    return reader.read(source, tuple(positions))
 
 
-def _cast(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    """Read a Cast to a floating-point type; its rounding error is ignored."""
-    _check_fractions(node)
-    return reader.at(node.inputs[0], index)
-
-
-def _check_fractions(node: ir.Node) -> None:
-    dtype = node.outputs[0].dtype
-    if dtype is None or not dtype.is_floating_point():
-        raise NotByDistance(f"{node.outputs[0].name!r} is rounded to integers")
-
-
-def _joined(function: Callable[[Line, Line], Line]) -> Handler:
-    """A handler that reduces all operands with a function of two numbers."""
-    return lambda reader, node, index: reduce(partial(_pairs, reader, function), reader.cases(node, index))
-
-
-def _product(a: Line, b: Line) -> Line:
-    if (number := b.number) is not None:
-        return a * number
-    if (number := a.number) is not None:
-        return b * number
-    raise NotByDistance("it multiplies two numbers that differ by position")
-
-
-def _ratio(a: Line, b: Line) -> Line:
-    if (number := b.number) is None or not number.all():
-        raise NotByDistance("it divides by a number that differs by position")
-    return a * (1 / number)
-
-
-def _div(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    _check_fractions(node)
-    return _joined(_ratio)(reader, node, index)
-
-
-def _neg(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    return [(case, line * -1.0) for case, line in reader.at(node.inputs[0], index)]
-
-
-def _abs(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    cases = reader.at(node.inputs[0], index)
-    return reader.extreme(cases, [(case, line * -1.0) for case, line in cases], 1.0)
-
-
-def _relu(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    return reader.extreme(reader.at(node.inputs[0], index), [(reader.scores.always, Line({}))], 1.0)
-
-
-def _clip(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    cases = reader.at(node.inputs[0], index)
-    for sign, end in zip((1.0, -1.0), node.inputs[1:], strict=False):
-        if end is not None:
-            cases = reader.extreme(cases, reader.at(end, ()), sign)
-    return cases
-
-
-def _extreme(sign: float) -> Handler:
-    return lambda reader, node, index: reduce(partial(reader.extreme, sign=sign), reader.cases(node, index))
-
-
-def _where(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    condition, yes, no = reader.operands(node, index)
-    truth = reader.truth(*condition)
-    if reader.scores.is_never(truth) or reader.scores.is_always(truth):  # the other operand is not read
-        return reader.at(*(no if reader.scores.is_never(truth) else yes))
-    return reader.chosen(truth, reader.at(*yes), reader.at(*no))
-
-
-_HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(MOVES, _moved),
-    "Abs": _abs,
-    "Add": _joined(Line.__add__),
-    "Cast": _cast,
-    "Clip": _clip,
-    "Div": _div,
-    "Max": _extreme(1.0),
-    "Min": _extreme(-1.0),
-    "Mul": _joined(_product),
-    "Neg": _neg,
-    "Relu": _relu,
-    "Sub": _joined(Line.__sub__),
+_HANDLERS: dict[str, Callable[[Any, ir.Node, Index], Any]] = {
+    **{
+        name: HANDLERS[name]
+        for name in (*MOVES, "Abs", "Add", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where")
+    },
+    "Cast": lambda reader, node, index: reader.read(node.inputs[0], index),
     "Tile": _tile,
-    "Where": _where,
 }

@@ -111,12 +111,10 @@ def with_cache(
         if mask not in masks:
             masks[mask] = _mask(graph, positions, *mask, capacity, stem=f"decoding/mask{len(masks) or ''}")
         keys, values = _cached(graph, a, tokens, past, i, capacity)
-        a.node.replace_input_with(1, keys.read)
-        a.node.replace_input_with(2, values.read)
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
         a.node.metadata_props.update(mask[0].metadata)
-        caches.append(CacheSpec(site=site.name, key=keys.spec, value=values.spec, window=mask[0].window))
+        caches.append(CacheSpec(site=site.name, key=keys, value=values, window=mask[0].window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
     ids = index_range(tokens.value)
@@ -170,16 +168,12 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
             f"{open_[0].name} is {open_[0].text()}; a decoder with a cache has no dynamic dims after the tokens"
         )
     for output in outputs:
-        if [_text(dim) for dim in output.dims[:2]] != [_text(dim) for dim in spec.dims[:2]]:
+        if list(map(_dim, output.dims[:2])) != list(map(_dim, spec.dims[:2])):
             raise UsageError(
                 f"output {output.name} is {output.text()}; a decoder with a cache returns a result for every token: "
                 "(batch, tokens, …)"
             )
     return _Tokens(spec, graph.inputs[0], spec.dims[0], count)
-
-
-def _text(dim: int | DimSpec) -> str:
-    return str(dim) if isinstance(dim, int) else dim.text
 
 
 def _check_sites(sites: Sequence[Site], attended: Sequence[tuple[Site, Attention]]) -> None:
@@ -292,28 +286,14 @@ def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, 
     return insert(graph, after, lambda op: step_mask(op, positions, seen, capacity, dtype), after=True, stem=stem)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A cache of keys or values, with the new tokens written to it.
-
-    Attributes:
-        spec: its spec in the manifest, `(batch, key heads, capacity, size)`.
-        read: what attention reads: the cache itself, or if it is int8, the dequantised cache.
-    """
-
-    spec: TensorSpec
-    read: ir.Value
-
-
 def _cached(
     graph: ir.Graph, a: Attention, tokens: _Tokens, past: ir.Value, number: int, capacity: int
-) -> tuple[_Written, _Written]:
-    """Add the caches of keys and of values of a site as inputs and outputs of the graph."""
-    result = []
-    sized = zip(("key", "value"), in_cache(a), ("d_k", "d_v"), strict=True)
-    for role, (operand, layout), features in sized:
-        size = a.size(features)
-        _, count, *_ = layout.sizes()
+) -> list[TensorSpec]:
+    """Add the caches of keys and of values of a site as inputs and outputs of the graph, and make attention read them;
+    return their specs, `(batch, key heads, capacity, size)`."""
+    specs = []
+    for index, role, (operand, layout) in zip((1, 2), ("key", "value"), in_cache(a), strict=True):
+        _, count, _, size = layout.sizes()
         if not (count.is_static and size.is_static):
             raise UsageError(f"{a.node.name} has a dynamic number or size of heads; a cache needs static ones")
         dims = count.factor, capacity, size.factor
@@ -324,14 +304,12 @@ def _cached(
         after = insert(graph, a.node, write, stem=f"{a.node.name}/{role}")
         after.name = f"{before.name}{NEXT}"
         graph.outputs.append(after)
-        spec = TensorSpec(name=str(before.name), dtype=numpy_type(before).name, dims=[tokens.batch, *dims])
-        read = after
+        specs.append(TensorSpec(name=str(before.name), dtype=numpy_type(before).name, dims=[tokens.batch, *dims]))
         if rounded is not None:
             restore = partial(rounded.restored, stored=after)
-            read = insert(graph, a.node, restore, stem=f"{a.node.name}/{role} restored")
-        result.append(_Written(spec, read))
-    keys, values = result
-    return keys, values
+            after = insert(graph, a.node, restore, stem=f"{a.node.name}/{role} restored")
+        a.node.replace_input_with(index, after)
+    return specs
 
 
 def _write(

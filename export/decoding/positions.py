@@ -78,7 +78,7 @@ def look_up_positions(
     tables = _stored(model.graph, _tables(model, values, tokens, ids, capacity))
     looked_up: dict[tuple[ir.Value, tuple[int, ...], int], ir.Value] = {}
     for read in reads:
-        axis, sizes = _arrangement(read, tokens, _rank_for(read, tokens, batch))
+        axis, sizes = _arrangement(read, tokens, batch)
         key = tables[read.value], sizes, axis
         if key not in looked_up:
             looked_up[key] = _looked_up(model.graph, *key, positions)
@@ -127,24 +127,6 @@ def _has_batch(value: ir.Value, tokens: str, batch: Dim) -> bool:
     return token_axes(value, tokens)[0] > 0 and dims_of(value)[0] in (1, batch)
 
 
-def _rank_for(read: _Read, tokens: str, batch: Dim) -> int:
-    """The rank that a value needs if each sample has its own positions.
-
-    Raises:
-        NotByPosition: the node that reads it does not broadcast.
-    """
-    value, (output, *_) = read.value, read.node.outputs
-    rank = rank_of(value)
-    if read.node.op_type in BY_ELEMENT and rank_of(output) > rank:
-        return rank_of(output)
-    if _has_batch(value, tokens, batch):
-        return rank
-    raise NotByPosition(
-        f"{read.node.op_type} ({read.node.name}) reads the positions of one sample for all samples, but in a decoder "
-        "each sample has its own positions; deploy the model without cache_tokens"
-    )
-
-
 def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value, ir.Value]:
     """Initializers `(positions, numbers)` of the tables. Layers that compute the same table share it."""
     stored: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -158,13 +140,22 @@ def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value,
     return result
 
 
-def _arrangement(read: _Read, tokens: str, rank: int) -> tuple[int, tuple[int, ...]]:
-    """The axis of the tokens in a value that is expanded to a rank, and the sizes of its other axes, without that of
-    samples."""
-    shape = dims_of(read.value)
-    missing = rank - len(shape)
-    axis = token_axes(read.value, tokens)[0] + missing
+def _arrangement(read: _Read, tokens: str, batch: Dim) -> tuple[int, tuple[int, ...]]:
+    """The axis of the tokens in a value that is expanded to the rank that it needs if each sample has its own
+    positions, and the sizes of its other axes, without that of samples.
+
+    Raises:
+        NotByPosition: the node that reads it does not broadcast.
+    """
+    value, shape = read.value, dims_of(read.value)
+    missing = max(rank_of(read.node.outputs[0]) - len(shape), 0) if read.node.op_type in BY_ELEMENT else 0
+    if not missing and not _has_batch(value, tokens, batch):
+        raise NotByPosition(
+            f"{read.node.op_type} ({read.node.name}) reads the positions of one sample for all samples, but in a "
+            "decoder each sample has its own positions; deploy the model without cache_tokens"
+        )
     dims = [1] * missing + shape
+    axis = token_axes(value, tokens)[0] + missing
     return axis, tuple(_static(dim) for i, dim in enumerate(dims) if i not in (0, axis))
 
 

@@ -9,7 +9,7 @@ depend on the tokens themselves. The axes of tokens are known from the dims of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -28,22 +28,18 @@ from attnforge.export.graphs.nodes import (
 )
 from attnforge.export.graphs.sizes import Size
 
-ALONG_AXES = frozenset((
-    "ArgMax", "ArgMin", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
-    "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare",
-))  # fmt: skip
+REDUCTIONS = (
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
+    *("ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
+)
 """Operators that combine the numbers along given axes."""
-
-TO_THE_END = ("LayerNormalization", "RMSNormalization")
-"""Operators that combine the numbers along all axes from a given one on."""
 
 
 class NotByToken(UsageError):
     """A graph mixes tokens outside attention, so that a cache of keys and values does not make it a decoder."""
 
 
-@dataclass
-class Kinds:
+class Kinds(NamedTuple):
     """What the values of a graph depend on.
 
     Attributes:
@@ -51,8 +47,8 @@ class Kinds:
         by_count: values that depend on the number of tokens, but not on the contents of inputs.
     """
 
-    by_token: set[ir.Value] = field(default_factory=set)
-    by_count: set[ir.Value] = field(default_factory=set)
+    by_token: set[ir.Value]
+    by_count: set[ir.Value]
 
 
 def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
@@ -62,17 +58,12 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
         graph: a graph whose inputs are all tokens.
         tokens: the symbol of the number of tokens.
     """
-    kinds = Kinds(dependent_on_inputs(graph))
+    kinds = Kinds(dependent_on_inputs(graph), set())
     for node in graph:
-        is_size = is_op(node, "Shape", "Size") and has_tokens(input_of(node), tokens)
+        is_size = is_op(node, "Shape", "Size") and token_axes(input_of(node), tokens)
         if is_size or not kinds.by_count.isdisjoint(node.inputs):
             kinds.by_count.update(output for output in node.outputs if output not in kinds.by_token)
     return kinds
-
-
-def has_tokens(value: ir.Value, tokens: str) -> bool:
-    """Whether a dim of a value depends on the number of tokens."""
-    return bool(token_axes(value, tokens))
 
 
 def token_axes(value: ir.Value, tokens: str) -> list[int]:
@@ -122,11 +113,13 @@ def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
     if node.op_type in BY_ELEMENT:
         return None
     if node.op_type in VIEWS:
-        return None if has_tokens(node.outputs[0], tokens) or not tokens_at else "merges all tokens"
-    if node.op_type in ("MatMul", "Gemm"):
-        return _why_product(node, tokens)
-    if node.op_type == "Gather":
-        return _why_gather(node, kinds, tokens)
+        return "merges all tokens" if tokens_at and not token_axes(node.outputs[0], tokens) else None
+    if node.op_type in ("MatMul", "Gemm"):  # sums over the last axis of the first operand
+        summed = 0 if node.attributes.get_int("transA", 0) else rank - 1
+        return "sums over the tokens" if summed in tokens_at else None
+    if node.op_type == "Gather":  # selects tokens, or looks up rows by token
+        selects = source in kinds.by_token and node.attributes.get_int("axis", 0) % max(rank, 1) in tokens_at
+        return "selects some of the tokens" if selects else None
     rule = _AXES.get(node.op_type)
     if rule is None:
         return "is not known to process tokens independently"
@@ -134,23 +127,6 @@ def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
     if axes is None:
         return "works along axes that are known only at run time"
     return "works along the tokens" if tokens_at & {axis % max(rank, 1) for axis in axes} else None
-
-
-def _why_product(node: ir.Node, tokens: str) -> str | None:
-    """Why a product mixes tokens: it sums over the last axis of its first operand."""
-    first = input_of(node)
-    is_transposed = node.attributes.get_int("transA", 0) if node.op_type == "Gemm" else 0
-    summed = 0 if is_transposed else rank_of(first) - 1
-    return "sums over the tokens" if summed in token_axes(first, tokens) else None
-
-
-def _why_gather(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
-    """Why a Gather mixes tokens: it indexes the tokens, instead of looking up rows by token."""
-    table = input_of(node)
-    axis = node.attributes.get_int("axis", 0) % max(rank_of(table), 1)
-    if table in kinds.by_token and axis in token_axes(table, tokens):
-        return "selects some of the tokens"
-    return None
 
 
 def _of_axis(default: int) -> Callable[[ir.Node, int], list[int] | None]:
@@ -169,16 +145,15 @@ def _of_input(index: int) -> Callable[[ir.Node, int], list[int] | None]:
 
 
 def _to_the_end(node: ir.Node, rank: int) -> list[int]:
+    """All axes from a given one on."""
     return list(range(int(node.attributes.get_int("axis", -1) or 0) % max(rank, 1), rank))
 
 
 _AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {
-    **{name: _of_input(1) for name in ALONG_AXES - {"ArgMax", "ArgMin"}},
+    **dict.fromkeys(("CumSum", *REDUCTIONS), _of_input(1)),
+    **dict.fromkeys(("Pad", "Slice"), _of_input(3)),
     **dict.fromkeys(("ArgMax", "ArgMin", "Concat", "GatherElements", "ScatterElements", "Split"), _of_axis(0)),
     **dict.fromkeys(("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK"), _of_axis(-1)),
-    "CumSum": _of_input(1),
-    "Slice": _of_input(3),
-    "Pad": _of_input(3),
-    **dict.fromkeys(TO_THE_END, _to_the_end),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _to_the_end),
     "RotaryEmbedding": lambda node, rank: [],
 }

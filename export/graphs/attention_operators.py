@@ -66,13 +66,13 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
     if key is None:  # (B, n, H, 3, d)
         query, key, value = _unstacked(op, query, 3, bias, heads)
     else:
-        width = sizes_of(query)[-1]
-        query = _split(op, _biased(op, query, bias, Size(0), width), heads)
+        width = sizes_of(query)[-1].factor
+        query = _split(op, _biased(op, query, bias, 0), heads)
         if len(sizes_of(key)) == 5:  # (B, m, H, 2, d)
             key, value = _unstacked(op, key, 2, None, heads)
         elif len(sizes_of(key)) == 3:
-            key = _split(op, _biased(op, key, bias, width, width), heads)
-            value = _split(op, _biased(op, value, bias, Size(2 * width.factor), sizes_of(value)[-1]), heads)
+            key = _split(op, _biased(op, key, bias, width), heads)
+            value = _split(op, _biased(op, value, bias, 2 * width), heads)
     is_causal = bool(node.attributes.get_int("unidirectional", 0))
     if is_causal and past_key is None and sizes_of(query)[2] != sizes_of(key)[2]:
         raise NotAttention("a causal MultiHeadAttention with different numbers of keys and queries, without a past")
@@ -128,7 +128,9 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
         query, key = (_rotated(op, x, cosine, sine, positions, interleaved) for x in (query, key))
     present = key, value
     if first is not None:
-        present = _in_buffer(op, (past_key, past_value), present, first)
+        buffers = zip((past_key, past_value), present, strict=True)
+        key, value = (like(op.op("TensorScatter", [buffer, x, first], {"axis": 2}), buffer) for buffer, x in buffers)
+        present = key, value
         key, value = (x if added is None else _as_long_as(op, x, added) for x in present)
     window = node.attributes.get_int("local_window_size", -1)
     reading = Reading(
@@ -235,13 +237,13 @@ def _parts(op: Builder, x: ir.Value, widths: list[int]) -> list[ir.Value]:
     return [typed(part, x.dtype, [*dims_of(x)[:2], width]) for part, width in zip(parts, widths, strict=True)]
 
 
-def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: Size, width: Size) -> ir.Value:
+def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: int) -> ir.Value:
     """`x` plus its slice of `bias`, which concatenates the biases of query, key and value."""
     if bias is None:
         return x
-    first = start.factor if start.is_static else 0
-    part = op.Slice(bias, constant(op, [first]), constant(op, [first + width.factor]), constant(op, [0]))
-    return like(op.Add(x, typed(part, x.dtype, [width.factor])), x)
+    width = sizes_of(x)[-1].factor
+    part = op.Slice(bias, constant(op, [start]), constant(op, [start + width]), constant(op, [0]))
+    return like(op.Add(x, typed(part, x.dtype, [width])), x)
 
 
 def _with_past(
@@ -270,17 +272,6 @@ def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, 
         tokens = ir.SymbolicDim(f"{past_size.dim()} + {size.dim()}")
     joined = op.Concat(past, now, axis=2)
     return typed(joined, now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
-
-
-def _in_buffer(
-    op: Builder, past: tuple[ir.Value, ir.Value], new: tuple[ir.Value, ir.Value], first: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """Buffers `(B, H', slots, d)` of keys and values, with the new ones from slot `first` `(B,)` on."""
-    key, value = (
-        like(op.op("TensorScatter", [buffer, x, first], {"axis": 2}), buffer)
-        for buffer, x in zip(past, new, strict=True)
-    )
-    return key, value
 
 
 def _as_long_as(op: Builder, x: ir.Value, bias: ir.Value) -> ir.Value:

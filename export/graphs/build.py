@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -76,9 +76,12 @@ def numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
     return indices if x.shape is None else typed(indices, ir.DataType.INT64, [dims_of(x)[axis]])
 
 
+Result = TypeVar("Result")
+
+
 def insert(
-    graph: ir.Graph, at: ir.Node, build: Callable[[Builder], ir.Value], after: bool = False, stem: str | None = None
-) -> ir.Value:
+    graph: ir.Graph, at: ir.Node, build: Callable[[Builder], Result], after: bool = False, stem: str | None = None
+) -> Result:
     """Run `build` with a new builder, insert the recorded nodes next to `at`, and return what `build` returned.
 
     Args:

@@ -87,19 +87,16 @@ class Runner:
         return dict(zip(self._names, self._session.run(None, arrays), strict=True))
 
 
-def as_it_is(
-    model: ir.Model, names: Sequence[str] | None = None, given: Collection[str] = (), *, optimised: bool = False
-) -> Runner:
+def as_it_is(model: ir.Model, names: Sequence[str] | None = None, *, optimised: bool = False) -> Runner:
     """Run `model` in its own types, with the kernels that ONNX Runtime has for them.
 
     Args:
         model: is not changed.
         names: names of the tensors to compute; by default the outputs.
-        given: names of tensors that the caller supplies, so that the graph does not compute them.
         optimised: whether ONNX Runtime may rewrite the graph.
     """
     names = _names(model, names)
-    return Runner(part_of(model, names, given), names, optimised=optimised)
+    return Runner(part_of(model, names), names, optimised=optimised)
 
 
 def in_float64(

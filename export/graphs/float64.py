@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
-from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from attnforge.export.graphs.attention import NotAttention, products
@@ -46,7 +46,7 @@ class NoDoublePath(Exception):
     """The graph has an operator that cannot be computed in double here; the message has its name."""
 
 
-def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
+def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
     """Make every floating-point tensor of `model` double, in place, and decompose the operators that ONNX Runtime does
     not compute in double.
 
@@ -58,41 +58,35 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> PassResult:
         NoDoublePath: an operator in a form that is not decomposed here.
     """
     graph, narrow = model.graph, [dtype for dtype in FLOATS if dtype != DOUBLE]
-    modified = retype(model, narrow, DOUBLE, least_stays_least=least_stays_least).modified
+    retype(model, narrow, DOUBLE, least_stays_least=least_stays_least)
     read = [node for node in graph if (node.domain, node.op_type) in READERS]
     if any(value.shape is None for node in read for value in inputs_of(node)):  # a lowering leaves some out
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
-    modified |= _decompose(graph, dict.fromkeys(READERS, _attention))
+    _decompose(graph, dict.fromkeys(READERS, _attention))
     if any(is_op(node, "RotaryEmbedding") for node in graph):
         graph.opset_imports[""] = max(graph.opset_imports.get("", 0), ROTARY_OPSET)
-    modified |= inline_functions(model).modified
+    inline_functions(model)
     for node in model.graph:
         if is_op(node, *_NORMALIZATIONS):
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
-    modified |= _decompose(model.graph, _DECOMPOSITIONS)
+    _decompose(model.graph, _DECOMPOSITIONS)
     RemoveUnusedNodesPass()(model)
-    return PassResult(model, modified)
 
 
-Write = Callable[[Builder, ir.Node], list[ir.Value]]
+Write = Callable[..., list[ir.Value]]
+"""Writes what an operator computes in double: `write(op, node)` returns its outputs."""
 
 
-def _decompose(graph: ir.Graph, decompositions: Mapping[tuple[str, str], Write]) -> bool:
-    """Decompose every operator of a graph that `decompositions` has; return whether there is one.
+def _decompose(graph: ir.Graph, decompositions: Mapping[tuple[str, str], Write]) -> None:
+    """Decompose every operator of a graph that `decompositions` has.
 
     Raises:
         NoDoublePath: an operator in a form that is not decomposed, or a further output of it is used.
     """
-    nodes = [node for node in graph if (node.domain, node.op_type) in decompositions]
-    for node in nodes:
-        results: list[ir.Value] = []
-
-        def build(op: Builder, node: ir.Node = node, results: list[ir.Value] = results) -> ir.Value:
-            results += decompositions[node.domain, node.op_type](op, node)
-            return results[0]
-
-        try:
-            insert(graph, node, build, stem=f"{node.name or node.op_type}/in double")  # a lowering used its own name
+    for node in [node for node in graph if (node.domain, node.op_type) in decompositions]:
+        write = partial(decompositions[node.domain, node.op_type], node=node)
+        try:  # under a stem of its own: a lowering used the node's name
+            results = insert(graph, node, write, stem=f"{node.name or node.op_type}/in double")
         except NoDoublePath as error:
             raise NoDoublePath(f"{node.op_type} ({node.name}): {error}") from error
         for old, new in zip(node.outputs, results, strict=False):
@@ -102,17 +96,15 @@ def _decompose(graph: ir.Graph, decompositions: Mapping[tuple[str, str], Write])
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         if any(map(is_used, node.outputs)):
             raise NoDoublePath(f"{node.op_type} ({node.name}): output {len(results)} is used")
-    return bool(nodes)
 
 
-def inline_functions(model: ir.Model) -> PassResult:
+def inline_functions(model: ir.Model) -> None:
     """Replace the operators :data:`FUNCTIONS` by their ONNX function bodies, in place. Weights are not copied."""
     names = {node.op_type for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS}
     if names:
         functions = [("", name) for name in names]
         inline = onnx.inliner.inline_selected_functions
         through_onnx(model, lambda proto: inline(proto, functions, inline_schema_functions=True))
-    return PassResult(model, bool(names))
 
 
 def through_onnx(model: ir.Model, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:
@@ -252,9 +244,9 @@ def _global_average(op: Builder, node: ir.Node) -> list[ir.Value]:
 # --- normalization ----------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(op: Builder, x: ir.Value, scale: ir.Value, shift: ir.Value | None, epsilon: float) -> ir.Value:
-    inputs = [x, scale, *([shift] if shift is not None else [])]
-    return op.op("LayerNormalization", inputs, {"epsilon": epsilon, "axis": -1, "stash_type": DOUBLE.value})
+def _normal(op: Builder, op_type: str, operands: list[ir.Value | None], epsilon: float) -> ir.Value:
+    inputs = [operand for operand in operands if operand is not None]
+    return op.op(op_type, inputs, {"epsilon": epsilon, "axis": -1, "stash_type": DOUBLE.value})
 
 
 def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -266,12 +258,9 @@ def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
     epsilon = node.attributes.get_float("epsilon", 1e-5) or 0.0
     if any(output.uses() for output in node.outputs[1:3]):
         raise NoDoublePath("its mean or deviation is used")
-    if simplified:
-        normal = op.SimplifiedLayerNormalization(
-            total, _input(node, 2), epsilon=epsilon, axis=-1, stash_type=DOUBLE.value
-        )
-    else:
-        normal = _layer_norm(op, total, _input(node, 2), optional_input(node, 3), epsilon)
+    op_type = node.op_type.removeprefix("Skip")
+    shift = None if simplified else optional_input(node, 3)
+    normal = _normal(op, op_type, [total, _input(node, 2), shift], epsilon)
     return [normal, normal, normal, total]
 
 
@@ -283,7 +272,8 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
     total = op.Add(words, op.Gather(_input(node, 3), positions))
     if segments is not None:
         total = op.Add(total, op.Gather(_input(node, 4), segments))
-    normal = _layer_norm(op, total, _input(node, 5), _input(node, 6), node.attributes.get_float("epsilon", 1e-12) or 0)
+    epsilon = node.attributes.get_float("epsilon", 1e-12) or 0.0
+    normal = _normal(op, "LayerNormalization", [total, _input(node, 5), _input(node, 6)], epsilon)
     if mask is None:
         return [normal]
     return [normal, op.ReduceSum(mask, constant(op, [1]), keepdims=0), total]

@@ -50,9 +50,7 @@ def part_of(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) 
         graph.inputs.append(source)
     graph.outputs[:] = [_as_output(graph, values[name]) for name in names]
     RemoveUnusedNodesPass()(part)
-    for value in list(graph.inputs):
-        if not value.uses():
-            graph.inputs.remove(value)
+    graph.inputs[:] = [value for value in graph.inputs if value.uses()]
     return part
 
 

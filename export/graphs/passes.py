@@ -1,7 +1,7 @@
 """The result of a pass over a graph: onnx_ir's own `PassResult`, so that our passes and theirs are used alike.
 
-A pass is a function `pass_(model, …)` that changes `model` in place and returns `PassResult(model, modified)`; a pass
-that works site by site returns a :class:`SitesResult`.
+A pass is a function `pass_(model, …)` that changes `model` in place and, where callers ask whether it did, returns
+`PassResult(model, modified)`; a pass that works site by site returns a :class:`SitesResult`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -37,17 +37,15 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
         wide: inputs and outputs that become fp32 too.
     """
     graph = model.graph
-    outputs = [(value, value.dtype) for value in graph.outputs if value.dtype in LOW and value not in wide]
-    inputs = [(value, value.dtype) for value in graph.inputs if value.dtype in LOW and value not in wide]
+    outputs = [(v, dtype) for v in graph.outputs if (dtype := v.dtype) in LOW and v not in wide]
+    inputs = [(v, dtype) for v in graph.inputs if (dtype := v.dtype) in LOW and v not in wide]
     if not (inputs or outputs or any(v.dtype in LOW for v in graph.initializers.values())):
         return PassResult(model, False)
     retype(model, LOW, FLOAT)
     for value, dtype in inputs:
-        assert dtype is not None
         cast_input(graph, value, outside=dtype, inside=FLOAT)
     for value, dtype in outputs:
         if value.dtype == FLOAT:  # and not an input that is passed through
-            assert dtype is not None
             cast_output(graph, value, dtype)
     return PassResult(model, True)
 
@@ -76,7 +74,7 @@ def cast_output(graph: ir.Graph, value: ir.Value, outside: ir.DataType) -> None:
 
 def retype(
     model: ir.Model, sources: Collection[ir.DataType], target: ir.DataType, *, least_stays_least: bool = True
-) -> PassResult:
+) -> None:
     """Change the type of every tensor of the types `sources` to `target`, in place: inputs, outputs, weights,
     constants, and the types that casts and operators name in attributes. Tensors that an operator takes in fp32
     whatever the type of its data stay fp32, and so do tensors that are computed for it alone.
@@ -91,35 +89,21 @@ def retype(
         least_stays_least: whether a scalar that is the least number of its type becomes the least number of a wider
             type: it stands for minus infinity, and must absorb whatever it is added to in that type too.
     """
-    kept = kept_in_fp32(model.graph)
-    modified = any(value.dtype in sources and value not in kept for value in _values(model.graph))
-    to = _To(frozenset(sources), target, least_stays_least)
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        if value not in kept:
-            _retype_value(value, to)
-    for node in model.graph:
-        _retype_node(node, to, fp32=any(output in kept for output in node.outputs))
-        for output in node.outputs:
-            if output not in kept:
-                _retype_value(output, to)
-    return PassResult(model, modified)
+    graph, kept = model.graph, kept_in_fp32(model.graph)
+    results = (output for node in graph for output in node.outputs)
+    values = [v for v in (*graph.inputs, *graph.initializers.values(), *results) if v not in kept]
+    convert = partial(retyped, target=target, least_stays_least=least_stays_least)
+    for node in graph:
+        if kept.isdisjoint(node.outputs):
+            _retype_node(node, sources, target, convert)
+    for value in values:
+        if value.dtype in sources:
+            value.type = ir.TensorType(target)
+        if value.const_value is not None and value.const_value.dtype in sources:
+            value.const_value = convert(value.const_value)
 
 
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from (*graph.inputs, *graph.initializers.values())
-    yield from (output for node in graph for output in node.outputs)
-
-
-@dataclass(frozen=True)
-class _To:
-    """The arguments of :func:`retype`."""
-
-    sources: frozenset[ir.DataType]
-    target: ir.DataType
-    least_stays_least: bool = True
-
-
-def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> PassResult:
+def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None:
     """Make every 16-bit operator of `model` compute in float32 and round its result to its type, in place. Inputs and
     outputs become float32, and outputs have the rounded numbers.
 
@@ -131,17 +115,13 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> Pass
         unrounded: results that are not rounded.
     """
     graph = model.graph
-    low = {
-        output: output.dtype
-        for node in graph
-        for output in node.outputs
-        if output.dtype in LOW and output not in unrounded
-    }
+    results = [output for node in graph for output in node.outputs if output not in unrounded]
+    low = {output: dtype for output in results if (dtype := output.dtype) in LOW}
     retype(model, LOW, FLOAT, least_stays_least=False)
     stored: dict[ir.Value, ir.Value] = {}
     for output, dtype in low.items():
         users, node = list(output.uses()), output.producer()
-        assert node is not None and dtype is not None
+        assert node is not None
         rounded = ir.node("Cast", [output], {"to": dtype.value}, name=f"{output.name}/rounded")
         again = ir.node("Cast", [rounded.outputs[0]], {"to": FLOAT.value}, name=f"{output.name}/again")
         for cast, target in ((rounded, dtype), (again, FLOAT)):
@@ -151,7 +131,6 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> Pass
         graph.insert_after(node, [rounded, again])
         stored[output] = again.outputs[0]
     graph.outputs[:] = [stored.get(value, value) for value in graph.outputs]
-    return PassResult(model, bool(low))
 
 
 def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
@@ -182,29 +161,25 @@ def _ancestors(values: list[ir.Value]) -> set[ir.Value]:
     return cone
 
 
-def _retype_value(value: ir.Value, to: _To) -> None:
-    if value.dtype in to.sources:
-        value.type = ir.TensorType(to.target)
-    if value.const_value is not None and value.const_value.dtype in to.sources:
-        value.const_value = _retyped(value.const_value, to)
-
-
-def _retype_node(node: ir.Node, to: _To, fp32: bool) -> None:
-    if fp32:
-        return
-    target, numbers = to.target, {t.value for t in to.sources}
+def _retype_node(
+    node: ir.Node,
+    sources: Collection[ir.DataType],
+    target: ir.DataType,
+    convert: Callable[[ir.TensorProtocol], ir.TensorProtocol],
+) -> None:
+    numbers = {source.value for source in sources}
     for name, attribute in list(node.attributes.items()):
-        if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in to.sources:
-            node.attributes[name] = ir.AttrTensor(name, _retyped(attribute.value, to))
+        if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in sources:
+            node.attributes[name] = ir.AttrTensor(name, convert(attribute.value))
         elif name in ("to", "dtype", *_INNER) and attribute.type == ir.AttributeType.INT:
             wider = target.bitwidth > ir.DataType(attribute.value).bitwidth
             if attribute.value in numbers and (wider or name not in _INNER):
                 node.attributes[name] = ir.AttrInt64(name, target.value)
     # These operators return fp32 by default, without an attribute for it.
-    if node.domain == "" and FLOAT in to.sources:
+    if node.domain == "" and FLOAT in sources:
         if node.op_type == "Constant" and (value := _number(node)) is not None:
             node.attributes.clear()
-            node.attributes["value"] = ir.AttrTensor("value", _retyped(ir.tensor(value), to))
+            node.attributes["value"] = ir.AttrTensor("value", convert(ir.tensor(value)))
         elif node.op_type == "ConstantOfShape" and "value" not in node.attributes:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, target.numpy()), dtype=target))
         elif node.op_type in ("RandomNormal", "RandomUniform") and "dtype" not in node.attributes:
@@ -219,26 +194,24 @@ def _number(node: ir.Node) -> Array | None:
     return None
 
 
-def retyped(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
-    """Convert `tensor` to another type. A large tensor is converted lazily, so that memory does not hold it twice."""
-    return _retyped(tensor, _To(frozenset(), target))
-
-
-def _retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
+def retyped(tensor: ir.TensorProtocol, target: ir.DataType, least_stays_least: bool = True) -> ir.TensorProtocol:
+    """Convert `tensor` to another type, as in :func:`retype`. A large tensor is converted lazily, so that memory does
+    not hold it twice."""
     if tensor.nbytes < LARGE:
-        return _numbers_retyped(tensor, to)
+        return _numbers_retyped(tensor, target, least_stays_least)
     return ir.LazyTensor(
-        lambda: _numbers_retyped(tensor, to), dtype=to.target, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name
-    )
+        lambda: _numbers_retyped(tensor, target, least_stays_least),
+        dtype=target, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name,
+    )  # fmt: skip
 
 
-def _numbers_retyped(tensor: ir.TensorProtocol, to: _To) -> ir.TensorProtocol:
-    numbers, target = tensor.numpy(), to.target
+def _numbers_retyped(tensor: ir.TensorProtocol, target: ir.DataType, least_stays_least: bool) -> ir.TensorProtocol:
+    numbers = tensor.numpy()
     least = float(ml_dtypes.finfo(target.numpy()).min)  # type: ignore[no-untyped-call]
     source_least = float(ml_dtypes.finfo(numbers.dtype).min)  # type: ignore[no-untyped-call]
     if source_least > least:
         wider = numbers.astype(target.numpy())
-        if to.least_stays_least and numbers.size == 1 and float(numbers.reshape(())) == source_least:
+        if least_stays_least and numbers.size == 1 and float(numbers.reshape(())) == source_least:
             wider = np.full_like(wider, least)
         return ir.tensor(wider, dtype=target, name=tensor.name)
     with np.errstate(over="ignore"):

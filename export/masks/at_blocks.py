@@ -56,8 +56,7 @@ def mask_at_blocks(op: Builder, node: ir.Node, cut: Cut) -> ir.Value | None:
     Raises:
         NotByBlocks: the mask would have to be computed for all pairs.
     """
-    query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
-    return None if mask is None else _Blocks(op, query, key, cut).written(mask, query, key)
+    return _Blocks(op, node, cut).mask(node)
 
 
 def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Value | None:
@@ -70,8 +69,7 @@ def mask_by_key(op: Builder, node: ir.Node, is_triangle: bool = False) -> ir.Val
     Raises:
         NotByBlocks: it is not proved to be the same for every query.
     """
-    query, key, mask = input_of(node, 0), input_of(node, 1), optional_input(node, 3)
-    return None if mask is None else _ByKey(op, query, key, is_triangle).written(mask, query, key)
+    return _ByKey(op, node, is_triangle).mask(node)
 
 
 def why_not_by_blocks(node: ir.Node) -> str | None:
@@ -110,20 +108,12 @@ def _is_in_memory(value: ir.Value | None) -> bool:
 
 
 class _Blocks:
-    """Writes values by blocks.
+    """Writes values by blocks for a canonical node, whose operands give the numbers of queries and keys."""
 
-    Args:
-        query, key: operands of the site, which give the numbers of queries and keys.
-    """
-
-    def __init__(self, op: Builder, query: ir.Value, key: ir.Value, cut: Cut) -> None:
+    def __init__(self, op: Builder, node: ir.Node, cut: Cut) -> None:
         self.op, self._cut = op, cut
-        axes = {
-            Variable.BATCH: (query, 0),
-            Variable.HEAD: (query, 1),
-            Variable.QUERY: (query, 2),
-            Variable.KEY: (key, 2),
-        }
+        query, key = input_of(node, 0), input_of(node, 1)
+        axes = dict(zip(VARIABLES, ((query, 0), (query, 1), (query, 2), (key, 2)), strict=True))
         self.sizes = [(Affine.dim(dims_of(value)[axis]), value, axis) for value, axis in axes.values()]
         self.whole = {variable: dims_of(value)[axis] for variable, (value, axis) in axes.items()}
         self.reader = Reader(*(Affine.dim(self.whole[variable]) for variable in (Variable.QUERY, Variable.KEY)))
@@ -131,10 +121,12 @@ class _Blocks:
         self._written: dict[tuple[ir.Value, Index], ir.Value] = {}
         self._depth = 0
 
-    def written(self, mask: ir.Value, query: ir.Value, key: ir.Value) -> ir.Value:
-        """The mask of a site, cut to blocks."""
+    def mask(self, node: ir.Node) -> ir.Value | None:
+        """The mask of the node, cut to blocks; None if it has none."""
+        if (mask := optional_input(node, 3)) is None:
+            return None
         try:
-            return self.at(mask, scores_index(self.scores, mask, query, key))
+            return self.at(mask, scores_index(self.scores, mask, input_of(node, 0), input_of(node, 1)))
         except isl.Error:
             raise NotByBlocks(f"the graph of {mask.name!r} is too large") from None
 
@@ -158,9 +150,8 @@ class _Blocks:
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
-        if not self.variables(index) >= PAIR:
-            return self.cut(self._on_four_dims(value, index))
-        if node is None or ir.convenience.get_const_tensor(value) is not None:
+        is_small = not self.variables(index) >= PAIR
+        if is_small or node is None or ir.convenience.get_const_tensor(value) is not None:
             return self.cut(self._on_four_dims(value, index))
         handlers = {"Clip": self._clipped, "Concat": self._joined, "Trilu": self._triangle}
         handlers |= dict.fromkeys(MOVES, self._moved)
@@ -217,15 +208,11 @@ class _Blocks:
         return self._either(kept, self.at(node.inputs[0], index), None)
 
     def _joined(self, node: ir.Node, index: Index) -> ir.Value:
-        axis = node.attributes["axis"].as_int() % len(index)
         result: ir.Value | None = None
         scores = self.scores
-        for part, position, size in reversed(pieces(scores, node, index) or []):
-            inside = position.lt_set(size)
-            if scores.is_never(position.ge_set(scores.constant(0))) or (result is not None and scores.is_never(inside)):
-                continue
-            mine = self.at(part, (*index[:axis], position, *index[axis + 1 :]))
-            if result is not None and not scores.is_always(inside):
+        for part, inner, position, size in pieces(scores, node, index):
+            mine = self.at(part, inner)
+            if result is not None and not scores.is_always(position.lt_set(size)):
                 mine = self._either(self._not_negative(size.sub(position).add(scores.constant(-1))), mine, result)
             result = mine
         if result is None:
@@ -260,15 +247,14 @@ class _Blocks:
             placed.append(variable)
             value = self._along(value, axis, position, variable, in_memory=self.variables(index) >= PAIR)
         op, order = self.op, sorted((variable for variable in placed if variable is not None), key=VARIABLES.index)
-        perm = [i for i, variable in enumerate(placed) if variable is None] + [
-            placed.index(variable) for variable in order
-        ]
+        alone = [i for i, variable in enumerate(placed) if variable is None]
+        perm = [*alone, *(placed.index(variable) for variable in order)]
         if perm != sorted(perm):
             dims = dims_of(value)
             value = typed(op.Transpose(value, perm=perm), value.dtype, [dims[i] for i in perm])
-        dims, dtype = dims_of(value)[len(perm) - len(order) :], value.dtype
-        if extra := len(perm) - len(order):
-            value = typed(op.Squeeze(value, constant(op, list(range(extra)))), dtype, dims)
+        dims, dtype = dims_of(value)[len(alone) :], value.dtype
+        if alone:
+            value = typed(op.Squeeze(value, constant(op, list(range(len(alone))))), dtype, dims)
         if missing := [i for i, variable in enumerate(VARIABLES) if variable not in order]:
             full = [1 if variable not in order else dims[order.index(variable)] for variable in VARIABLES]
             value = typed(op.Unsqueeze(value, constant(op, missing)), dtype, full)
@@ -365,8 +351,8 @@ class _Blocks:
 class _ByKey(_Blocks):
     """Writes values that are the same for every query."""
 
-    def __init__(self, op: Builder, query: ir.Value, key: ir.Value, is_triangle: bool) -> None:
-        super().__init__(op, query, key, _as_it_is)
+    def __init__(self, op: Builder, node: ir.Node, is_triangle: bool) -> None:
+        super().__init__(op, node, _as_it_is)
         self._asked = self.scores.query.ge_set(self.scores.key) if is_triangle else self.scores.always
 
     def _new(self, value: ir.Value, index: Index) -> ir.Value:

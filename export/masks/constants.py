@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.masks.affine import Affine, Atom, Variable
 from attnforge.export.masks.numbers import UNKNOWN, Arithmetic, Between, Number
-from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, PairRegion, Regions, visible
-from attnforge.export.masks.scores import Scores, Whole
+from attnforge.export.masks.regions import ALL, MOST_REGIONS, Blocks, Interval, PairRegion, Regions, visible
+from attnforge.export.masks.scores import PAIR, Scores, Whole
 from attnforge.export.masks.shape import pairs_of
 
 Flags = NDArray[np.bool_]
@@ -99,10 +99,8 @@ def _progression(scores: Scores, array: NDArray[np.int64], index: Index) -> Whol
 
 def _truth(scores: Scores, flags: Flags, index: Index) -> isl.Set:
     """The condition given by an array of flags at an index."""
-    known = [
-        axis for axis, position in enumerate(index) if scores.variables(position) <= {Variable.QUERY, Variable.KEY}
-    ]
-    known = known[:2] if len(known) <= 2 else []
+    known = [axis for axis, position in enumerate(index) if scores.variables(position).issubset(PAIR)]
+    known = known if len(known) <= 2 else []
     flags = np.moveaxis(flags, known, range(-len(known), 0)).reshape(-1, *(flags.shape[axis] for axis in known))
     some, every = np.asarray(flags.any(0)), np.asarray(flags.all(0))
     positions = [index[axis] for axis in known]
@@ -141,11 +139,7 @@ def _along(scores: Scores, flags: Flags, position: Whole) -> isl.Set:
 
 
 def _outside(flags: Flags) -> Regions:
-    """The regions with the fewest pairs among all candidates that contain every True pair."""
-    if not flags.any():
-        return NONE
-    if flags.all():
-        return ALL
+    """The regions with the fewest pairs among all candidates that contain every True pair, of which there are some."""
     exact, best, left = int(flags.sum()), ALL, flags.size
     for regions in _ways(flags):
         count = _count(regions, flags)
@@ -188,11 +182,8 @@ def _ways(flags: Flags) -> Iterator[Regions]:
         parts = [rows.within(start, stop) for start, stop in segments]
         yield tuple(_region(part) for part in parts if len(part.indices))
     full_columns, full_rows = np.asarray(flags.all(0)), np.asarray(flags.all(1))
-    for columns, queries in (
-        (full_columns, full_rows & False),
-        (full_columns, full_rows),
-        (full_columns & False, full_rows),
-    ):
+    for has_columns, has_rows in ((True, False), (True, True), (False, True)):
+        columns, queries = full_columns & has_columns, full_rows & has_rows
         regions = [PairRegion(keys=_interval(start, stop - 1)) for start, stop in _runs(columns)]
         regions += [PairRegion(queries=_interval(start, stop - 1)) for start, stop in _runs(queries)]
         if 0 < len(regions) < MOST_REGIONS:

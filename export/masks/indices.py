@@ -38,10 +38,6 @@ def start(scores: Scores, rank: int) -> Index:
     return (scores.constant(0),) * rank
 
 
-def unknown(scores: Scores) -> Whole:
-    return scores.unknown_position(Variable)
-
-
 def size_of(scores: Scores, dim: int | ir.SymbolicDim) -> Whole:
     return scores.whole(Affine.dim(dim))
 
@@ -54,12 +50,16 @@ def variables_of(scores: Scores, index: Index) -> frozenset[Variable]:
 def broadcast(scores: Scores, value: ir.Value | None, output: ir.Value, index: Index) -> Index:
     """The index of an operand that is broadcast to `output`."""
     if value is None or value.shape is None or output.shape is None or len(value.shape) > len(index):
-        return tuple(unknown(scores) for _ in range(rank_of(value)))
-    have, want = sizes_of(value), sizes_of(output)[len(index) - len(value.shape) :]
-    # A dynamic dim of another size may be 1 at run time.
-    return tuple(
-        scores.constant(0) if size == ONE else position if size == full else unknown(scores)
-        for size, full, position in zip(have, want, index[len(index) - len(have) :], strict=True)
+        return tuple(scores.unknown_position() for _ in range(rank_of(value)))
+    return aligned(scores, sizes_of(value), sizes_of(output), index)
+
+
+def aligned(scores: Scores, have: Sequence[Size], want: Sequence[Size], index: Index) -> Index:
+    """The index of a tensor with sizes `have` that is broadcast to `want`, of which `index` is an index."""
+    first = len(index) - len(have)
+    return tuple(  # a dynamic dim of another size may be 1 at run time
+        scores.constant(0) if size == ONE else position if size == full else scores.unknown_position()
+        for size, full, position in zip(have, want[first:], index[first:], strict=True)
     )
 
 
@@ -79,7 +79,7 @@ def _viewed(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 def _regrouped(scores: Scores, have: Sequence[Size], want: Sequence[Size], index: Index) -> Index:
     """The index before a reshape from sizes `have` to `want`: dims may stay, be joined or be split."""
-    source = [scores.constant(0) if size == ONE else unknown(scores) for size in have]
+    source = [scores.constant(0) if size == ONE else scores.unknown_position() for size in have]
     for ins, outs in _groups(have, want):
         inner, outer = (_strides([sizes[i] for i in dims]) for sizes, dims in ((have, ins), (want, outs)))
         if inner is None or outer is None:
@@ -164,7 +164,7 @@ def _slice(reader: Positions, node: ir.Node, index: Index) -> Index | None:
             return None
         axis_, by = axis.number % len(index), None if step is None else step.constant
         if first is None or by is None:
-            result[axis_] = unknown(scores)
+            result[axis_] = scores.unknown_position()
             continue
         zero, size = scores.constant(0), size_of(scores, source.shape[axis_])
         last = size if by > 0 else size.sub(scores.constant(1))
@@ -204,25 +204,30 @@ def _gather_nd(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 def _picked(scores: Scores, position: Whole | None, data: ir.Value, axis: int) -> Whole:
     assert data.shape is not None
-    return unknown(scores) if position is None else from_start(scores, position, size_of(scores, data.shape[axis]))
+    return (
+        scores.unknown_position()
+        if position is None
+        else from_start(scores, position, size_of(scores, data.shape[axis]))
+    )
 
 
-Piece = tuple[ir.Value | None, Whole, Whole]
-"""A part of a Concat, the index into its axis, and its size along that axis."""
-
-
-def pieces(scores: Scores, node: ir.Node, index: Index) -> list[Piece] | None:
-    """The parts of a Concat, each with what the position is in that part, if it lies there; None if a shape is not
-    known."""
+def pieces(scores: Scores, node: ir.Node, index: Index) -> Iterator[tuple[ir.Value, Index, Whole, Whole]]:
+    """Yield the parts of a Concat that an index may lie in, from the last, each with the index into it, the position
+    along the axis of the Concat, and the part's size: the index lies in this part or an earlier one if the position is
+    less. Yield none if a shape is not known."""
     axis = node.attributes["axis"].as_int() % len(index)
-    position, result = index[axis], list[Piece]()
+    position, parts = index[axis], list[tuple[ir.Value, Whole, Whole]]()
     for part in node.inputs:
         if part is None or part.shape is None:
-            return None
-        size = size_of(scores, part.shape[axis])
-        result.append((part, position, size))
+            return
+        parts.append((part, position, size := size_of(scores, part.shape[axis])))
         position = position.sub(size)
-    return result
+    is_last = True
+    for part, position, size in reversed(parts):
+        is_here = is_last or not scores.is_never(position.lt_set(size))
+        if is_here and not scores.is_never(position.ge_set(scores.constant(0))):
+            yield part, (*index[:axis], position, *index[axis + 1 :]), position, size
+            is_last = False
 
 
 MOVES: dict[str, Callable[[Positions, ir.Node, Index], Index | None]] = {

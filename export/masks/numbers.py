@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import ceil, floor, inf, isfinite, isnan
 
@@ -56,16 +56,12 @@ class Number:
     rest: tuple[Part, ...] = ()
 
 
-@dataclass(frozen=True)
 class Arithmetic:
     """Arithmetic and comparisons of numbers over the scores of a site."""
 
-    scores: Scores
-    _nowhere: Whole = field(init=False)
-
-    def __post_init__(self) -> None:
-        nothing = self.scores.constant(0).intersect_domain(self.scores.never)
-        object.__setattr__(self, "_nowhere", nothing)
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+        self._nowhere = scores.constant(0).intersect_domain(scores.never)
 
     def of(self, parts: Sequence[Part], whole: Whole | None = None) -> Number:
         """The number that is between these bounds, and else an integer; unknown if it has too many parts."""
@@ -129,28 +125,15 @@ class Arithmetic:
 
     # --- comparisons
 
-    def at_least(self, a: Number, b: Number, variables: frozenset[Variable]) -> isl.Set:
-        """`a ≥ b`; what is not known depends on `variables`."""
-        return self._compared(a, b, variables, isl.PwAff.ge_set, _at_least, (floor, ceil))
-
-    def equal(self, a: Number, b: Number, variables: frozenset[Variable]) -> isl.Set:
-        return self._compared(a, b, variables, isl.PwAff.eq_set, _equal)
-
-    def _compared(
-        self,
-        a: Number,
-        b: Number,
-        variables: frozenset[Variable],
-        exactly: Callable[[Whole, Whole], isl.Set],
-        by_bounds: Callable[[Between, Between], bool | None],
-        rounding: tuple[Callable[[float], int], Callable[[float], int]] | None = None,
-    ) -> isl.Set:
+    def compare(self, op_type: str, a: Number, b: Number, variables: frozenset[Variable]) -> isl.Set:
+        """Compute Equal or GreaterOrEqual; what is not known depends on `variables`."""
+        exactly, by_bounds = _COMPARISONS[op_type]
         result = exactly(a.whole, b.whole)
         pairs = [(left, right) for left in a.rest for right in b.rest]
         for whole, rest, is_left in ((a.whole, b.rest, True), (b.whole, a.rest, False)):
             for domain, bounds in rest:
-                if rounding is not None and bounds.number is not None and isfinite(bounds.number):
-                    rounded = rounding[is_left](bounds.number)
+                if op_type != "Equal" and bounds.number is not None and isfinite(bounds.number):
+                    rounded = ceil(bounds.number) if is_left else floor(bounds.number)
                     number = self.scores.constant(rounded).intersect_domain(domain)
                     result = result.union(exactly(whole, number) if is_left else exactly(number, whole))
                 else:
@@ -165,7 +148,7 @@ class Arithmetic:
 
     def is_true(self, number: Number, variables: frozenset[Variable]) -> isl.Set:
         """Where a number is not 0."""
-        return self.scores.opposite(self.equal(number, self.constant(0), variables))
+        return self.scores.opposite(self.compare("Equal", number, self.constant(0), variables))
 
     def stored(self, number: Number, dtype: ir.DataType | None) -> Number:
         """A number as a type stores it; unknown if the type may not represent it exactly, as with large positions."""
@@ -173,17 +156,18 @@ class Arithmetic:
             return number
         if dtype is None or not (dtype.is_floating_point() or dtype.is_integer()):
             return self.between(UNKNOWN)
-        if dtype.is_floating_point():
+        least, most, is_float = 0.0, 127.0, dtype.is_floating_point()
+        if is_float:
             most = 2.0 ** (ml_dtypes.finfo(dtype.numpy()).nmant + 1)  # type: ignore[no-untyped-call]
-            least, parts = -most, [(domain, _rounded(bounds, dtype)) for domain, bounds in number.rest]
-        else:
-            least, most, parts = 0.0, 127.0, [(domain, UNKNOWN) for domain, _ in number.rest]
+            least = -most
+
+        def rounded(parts: Iterable[Part]) -> list[Part]:
+            return [(domain, _rounded(bounds, dtype) if is_float else UNKNOWN) for domain, bounds in parts]
+
         ends = self.scores.bounds(number.whole, few_tokens=True)
         if (least <= ends[0] and ends[1] <= most) or ends[0] > ends[1]:
-            return self.of(parts, number.whole)
-        bounds = [(domain, _rounded(x, dtype) if dtype.is_floating_point() else UNKNOWN) for domain, x in
-                  self._bounded(number.whole)]  # fmt: skip
-        return self.of([*parts, *bounds])
+            return self.of(rounded(number.rest), number.whole)
+        return self.of(rounded(self.parts(number)))
 
     def truncated(self, number: Number) -> Number:
         """A number cast to integers."""
@@ -205,33 +189,27 @@ def _positive(x: Whole) -> int | None:
     return number if number is not None and number > 0 else None
 
 
-def _product(scores: Scores, a: Whole, b: Whole) -> Whole | None:
-    return a.mul(b) if a.is_cst() or b.is_cst() else None
+def _by_positive(compute: Callable[[Scores, Whole, int], Whole]) -> _OnWhole:
+    """A function of an integer and of one that is the same positive number everywhere."""
+
+    def function(scores: Scores, a: Whole, b: Whole) -> Whole | None:
+        divisor = _positive(b)
+        return None if divisor is None else compute(scores, a.intersect_domain(b.domain()), divisor)
+
+    return function
 
 
-def _divided(scores: Scores, a: Whole, b: Whole) -> Whole | None:
-    return None if _positive(b) is None else a.tdiv_q(b)
+_OnWhole = Callable[[Scores, Whole, Whole], Whole | None]
 
-
-def _floored(scores: Scores, a: Whole, b: Whole) -> Whole | None:
-    divisor = _positive(b)
-    return None if divisor is None else scores.divided(a.intersect_domain(b.domain()), divisor)
-
-
-def _remainder(scores: Scores, a: Whole, b: Whole) -> Whole | None:
-    divisor = _positive(b)
-    return None if divisor is None else a.intersect_domain(b.domain()).mod_val(scores.value(divisor))
-
-
-_ON_WHOLE: Mapping[str, Callable[[Scores, Whole, Whole], Whole | None]] = {
+_ON_WHOLE: Mapping[str, _OnWhole] = {
     "Add": lambda scores, a, b: a.add(b),
     "Sub": lambda scores, a, b: a.sub(b),
     "Max": lambda scores, a, b: a.max(b),
     "Min": lambda scores, a, b: a.min(b),
-    "Mul": _product,
-    "Div": _divided,
-    "Floored": _floored,
-    "Mod": _remainder,
+    "Mul": lambda scores, a, b: a.mul(b) if a.is_cst() or b.is_cst() else None,
+    "Div": lambda scores, a, b: None if _positive(b) is None else a.tdiv_q(b),
+    "Floored": _by_positive(Scores.divided),
+    "Mod": _by_positive(lambda scores, a, divisor: a.mod_val(scores.value(divisor))),
 }
 
 _ON_BOUNDS: Mapping[str, Callable[[float, float], float]] = {
@@ -277,4 +255,8 @@ def _equal(a: Between, b: Between) -> bool | None:
     return True if a.number is not None and a.number == b.number else None
 
 
-__all__ = ["Arithmetic", "Between", "Number"]
+_COMPARISONS: Mapping[str, tuple[Callable[[Whole, Whole], isl.Set], Callable[[Between, Between], bool | None]]] = {
+    "Equal": (isl.PwAff.eq_set, _equal),
+    "GreaterOrEqual": (isl.PwAff.ge_set, _at_least),
+}
+"""How integers are compared, and numbers between bounds."""

@@ -18,7 +18,7 @@ from attnforge.export.graphs.nodes import input_of, is_op, maker_of, optional_in
 from attnforge.export.masks.affine import Affine, Scalar, Variable
 from attnforge.export.masks.constants import constant_at
 from attnforge.export.masks.indices import MOVES, Index, broadcast, pieces, size_of, start, variables_of
-from attnforge.export.masks.numbers import EXACT, INTEGERS, UNKNOWN, Arithmetic, Between, Number
+from attnforge.export.masks.numbers import EXACT, INTEGERS, UNKNOWN, Arithmetic, Number
 from attnforge.export.masks.scores import Scores, Whole
 
 Known = isl.Set | Number
@@ -214,10 +214,10 @@ def _compared(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     left, right = reader.number(*a), reader.number(*b)
     arithmetic, variables = reader.arithmetic, variables_of(reader.scores, index)
     if node.op_type == "Equal":
-        return arithmetic.equal(left, right, variables)
+        return arithmetic.compare("Equal", left, right, variables)
     if node.op_type in ("Greater", "LessOrEqual"):
         left, right = right, left
-    at_least = arithmetic.at_least(left, right, variables)
+    at_least = arithmetic.compare("GreaterOrEqual", left, right, variables)
     return reader.scores.opposite(at_least) if node.op_type in ("Less", "Greater") else at_least
 
 
@@ -270,7 +270,7 @@ def _cumsum(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     if axis is None or reverse or shape is None:
         return None
     dim = int(axis) % len(index)
-    anywhere = reader.scores.unknown_position(Variable)
+    anywhere = reader.scores.unknown_position()
     number = reader.position(node.inputs[0], (*index[:dim], anywhere, *index[dim + 1 :]))
     inside = anywhere.lt_set(size_of(reader.scores, shape[dim]))  # which may be empty, so that is no assumption
     step = reader.scores.closed(None if number is None else number.intersect_domain(inside))
@@ -306,16 +306,10 @@ def _eye(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 
 def _concat(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    axis, scores = node.attributes["axis"].as_int() % len(index), reader.scores
-    parts = pieces(scores, node, index)
     result: Known | None = None
-    for part, position, size in reversed(parts or []):
-        if scores.is_never(position.ge_set(scores.constant(0))):
-            continue  # it lies in an earlier part
-        inside = scores.always if result is None else position.lt_set(size)
-        if not scores.is_never(inside):
-            known = reader.read(part, (*index[:axis], position, *index[axis + 1 :]))
-            result = known if result is None else _either(reader, inside, known, result)
+    for part, inner, position, size in pieces(reader.scores, node, index):
+        known = reader.read(part, inner)
+        result = known if result is None else _either(reader, position.lt_set(size), known, result)
     return result
 
 
@@ -342,5 +336,3 @@ HANDLERS: dict[str, Handler] = {
     "Trilu": _trilu,
     "Where": _where,
 }
-
-__all__ = ["BOOL", "Between", "Known", "Reader"]

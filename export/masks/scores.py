@@ -103,8 +103,8 @@ class Scores:
         self.opaque[name] = by, kind or _kind_of(by)
         return self._parameter(self._named(name))
 
-    def unknown_position(self, variables: Iterable[Variable], kind: Kind | None = None) -> Whole:
-        """An index of which nothing is known."""
+    def unknown_position(self, variables: Iterable[Variable] = Variable, kind: Kind | None = None) -> Whole:
+        """An index of which nothing is known, by default at each pair of each head."""
         position = self.unknown(variables, kind)
         self.assume(position.ge_set(self.constant(0)))
         return position

@@ -19,13 +19,13 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.nodes import input_of, optional_input
-from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
+from attnforge.export.graphs.sizes import LayoutError, sizes_of
 from attnforge.export.masks.affine import Affine, Atom, Dim
-from attnforge.export.masks.indices import Index, unknown
+from attnforge.export.masks.indices import Index, aligned
 from attnforge.export.masks.numbers import Between, Number
 from attnforge.export.masks.reader import BOOL, Reader
 from attnforge.export.masks.regions import ALL, Regions, visible
-from attnforge.export.masks.scores import INDICES, Kind, Scores, Whole
+from attnforge.export.masks.scores import INDICES, Kind, Scores
 from attnforge.export.masks.shape import fit
 
 FullyMasked = Literal["never", "empty", "mean"]
@@ -144,11 +144,8 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
         residue |= _kinds(scores, seen)
     fully_masked = _fully_masked(mask, leaves, _always_sees_a_key(scores, must))
     if fully_masked is None:  # what such a row gets depends on the scores of all its keys
-        may, residue, fully_masked = (
-            scores.may(_shown(scores, known, -inf).intersect(causal)),
-            residue | {"bias"},
-            "empty",
-        )
+        may = scores.may(_shown(scores, known, -inf).intersect(causal))
+        residue, fully_masked = residue | {"bias"}, "empty"
     regions, is_exact = fit(scores, may)
     if not is_exact:
         residue |= {"pattern"}
@@ -161,15 +158,7 @@ def scores_index(scores: Scores, mask: ir.Value, query: ir.Value, key: ir.Value)
         have, full = sizes_of(mask), (*sizes_of(query)[:3], sizes_of(key)[2])
     except LayoutError:
         return ()
-    variables = (scores.batch, scores.head, scores.query, scores.key)
-
-    def position(size: Size, whole: Size, variable: Whole) -> Whole:
-        if size == whole and size != Size():
-            return variable
-        return scores.constant(0) if size == Size() else unknown(scores)  # of another size, it may be 1 at run time
-
-    triples = zip(have, full[4 - len(have) :], variables[4 - len(have) :], strict=True)
-    return tuple(position(*triple) for triple in triples)
+    return aligned(scores, have, full, (scores.batch, scores.head, scores.query, scores.key))
 
 
 def _shown(scores: Scores, known: isl.Set | Number, hidden: float) -> isl.Set:
@@ -224,6 +213,3 @@ def _always_sees_a_key(scores: Scores, must: isl.Set) -> bool:
     """Whether every query sees a key."""
     queries = (pairs.project_out(INDICES, 1, 1) for pairs in (scores.pairs, must))
     return isl.Set.is_subset(*queries)
-
-
-__all__ = ["Kind", "Unsized", "Visibility", "numbers_at", "visibility"]

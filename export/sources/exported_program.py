@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,19 +144,14 @@ class Program(nn.Module):
                 return least if argument == source_least else min(max(argument, least), largest)
             return to if isinstance(argument, torch.dtype) and argument in types else argument
 
-        for name, value in _constants(self.inner):
-            if value.dtype in types:
+        for name, value in list(vars(self.inner).items()):  # constants, which a graph module keeps apart from buffers
+            if isinstance(value, Tensor) and value.dtype in types:
                 setattr(self.inner, name, value.to(to))
         for node in self.inner.graph.nodes:
             node.args, node.kwargs = (pytree.tree_map(retyped, a) for a in (node.args, node.kwargs))
         self.inner.recompile()
         self.float_type = to
         return self
-
-
-def _constants(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the code uses as constants; a graph module keeps them apart from its buffers."""
-    yield from [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
 
 
 def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[str]) -> Program:
@@ -218,7 +213,7 @@ def _bounded(
     """
     check_ranges(ranges, names.values(), "the program")
     dims: dict[Any, Any] = {}
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     for symbol, name in names.items():
         bounds = program.range_constraints[symbol]
         low, high = max(int(bounds.lower), 1), bounds.upper
@@ -230,16 +225,13 @@ def _bounded(
                 )
             low, _, high = ranges[name]
         if not getattr(high, "is_Integer", True) or int(high) >= 2**62:
-            missing.append(name)
+            usual = sizes[symbol]
+            missing[name] = f"--dim {name}={max(usual // 2, 1)}:{usual}:{4 * usual}"
             continue
         dims[symbol] = Dim(name, min=low, max=int(high))
     if missing:
-        shown = " ".join(
-            f"--dim {name}={max(sizes[s] // 2, 1)}:{sizes[s]}:{4 * sizes[s]}"
-            for s, name in names.items()
-            if name in missing
-        )
         raise UsageError(
-            f"the program has dynamic dims without an upper bound: {', '.join(missing)}; give their ranges: {shown}"
+            f"the program has dynamic dims without an upper bound: {', '.join(missing)}; give their ranges: "
+            f"{' '.join(missing.values())}"
         )
     return dims

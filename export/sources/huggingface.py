@@ -112,28 +112,19 @@ def example(
     folder, embedding = parts or (Path(path), None)
     if str(random_weights).lower() not in ("true", "false"):
         raise UsageError(f"random_weights is {shortened(str(random_weights))!r}; give true or false")
-    model: Any = load(
-        folder,
-        attention,
-        architecture or ("AutoModel" if embedding else None),
-        _number("seed", seed),
-        str(random_weights).lower() == "true",
-    )
+    architecture = architecture or ("AutoModel" if embedding else None)
+    is_random = str(random_weights).lower() == "true"
+    model: Any = load(folder, attention, architecture, _number("seed", seed), is_random)
     random = model.random_weights and f"{model.random_weights}, seed {seed}"
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
             raise UsageError(f"{type(model).__name__} has no part {part!r}; encoder-decoders have encoder and decoder")
         model = getattr(model, f"get_{part}")()
-    made = around(
-        model,
-        _number("batch", batch),
-        None if tokens is None else _number("tokens", tokens),
-        _number("max_batch", max_batch),
-        sentences.most_tokens(folder) if max_tokens is None else _number("max_tokens", max_tokens),
-        dynamic,
-        embedding,
-        inputs,
-    )
+    given = {"batch": batch, "tokens": tokens, "max_batch": max_batch, "max_tokens": max_tokens}
+    sizes = {name: _number(name, size) for name, size in given.items() if size is not None}
+    if max_tokens is None and (most := sentences.most_tokens(folder)) is not None:
+        sizes["max_tokens"] = most
+    made = around(model, **sizes, dynamic=dynamic, embedding=embedding, only=inputs)
     made.module.random_weights = random  # type: ignore[assignment]
     return made
 

@@ -30,10 +30,7 @@ class File(NamedTuple):
 
 
 def model_named(
-    model: str,
-    options: Mapping[str, Any],
-    weights: str | os.PathLike[str] | None,
-    dims: Any,
+    model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None, dims: Any
 ) -> tuple[Example | File, Source | None]:
     """The named model in the form that :func:`attnforge.deploy` takes, and the manifest's record of it; the record is
     None for a file, for which `deploy` writes it.

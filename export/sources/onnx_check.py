@@ -3,7 +3,9 @@ the sizes of constants are plausible. On any other graph, libraries fail with er
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path, PurePosixPath
 
@@ -243,32 +245,30 @@ def _inner(node: ir.Node) -> Iterator[ir.Graph]:
 
 def _check_functions(model: ir.Model) -> None:
     """Check the number of operators after functions are inlined, counting each function once."""
+    calls = {name: _operators(function) for name, function in model.functions.items()}
+    used, todo = set[ir.OperatorIdentifier](), [*_operators(model.graph)]
+    while todo:
+        if (name := todo.pop()) in calls and name not in used:
+            used.add(name)
+            todo += calls[name]
     sizes: dict[ir.OperatorIdentifier, int] = {}
-    todo: list[ir.OperatorIdentifier] = []
-
-    def size_of(nodes: Iterator[tuple[ir.Node, int]]) -> int | None:
-        """The number of operators; None if a function has yet to be counted, which is then appended to `todo`."""
-        total = 0
-        for node, _ in nodes:
-            called = node.op_identifier()
-            if called not in model.functions:
-                total += 1
-            elif called in sizes:
-                total += sizes[called]
-            elif called in todo:
-                raise UsageError(f"the function {node.op_type} calls itself; export the model without functions")
-            else:
-                todo.append(called)
-                return None
-        return total
-
-    while (total := size_of(_nodes(model.graph))) is None:
-        while todo:
-            counted = size_of(_nodes(model.functions[todo[-1]]))
-            if counted is not None:
-                sizes[todo.pop()] = min(counted, MOST_NODES + 1)
-    if total > MOST_NODES:
+    try:
+        for name in TopologicalSorter({name: calls[name].keys() & used for name in used}).static_order():
+            sizes[name] = min(_inlined(calls[name], sizes), MOST_NODES + 1)
+    except CycleError as error:
+        (_, name, _), *_ = error.args[1]
+        raise UsageError(f"the function {name} calls itself; export the model without functions") from error
+    if _inlined(_operators(model.graph), sizes) > MOST_NODES:
         raise UsageError(f"the graph has more than {MOST_NODES:,} operators once its functions are inlined")
+
+
+def _operators(graph: ir.Graph | ir.Function) -> Counter[ir.OperatorIdentifier]:
+    return Counter(node.op_identifier() for node, _ in _nodes(graph))
+
+
+def _inlined(operators: Counter[ir.OperatorIdentifier], sizes: Mapping[ir.OperatorIdentifier, int]) -> int:
+    """The number of operators of which some are functions of these sizes."""
+    return sum(count * sizes.get(name, 1) for name, count in operators.items())
 
 
 def _check_order(graph: ir.Graph) -> None:
@@ -283,9 +283,5 @@ def _check_order(graph: ir.Graph) -> None:
                 )
                 raise UsageError(f"{node.op_type} ({node.name}) takes {value.name!r}, {why}; export the graph again")
         known |= {id(value) for value in node.outputs}
-    _check_defined(graph.outputs, known)
-
-
-def _check_defined(outputs: Sequence[ir.Value], known: set[int]) -> None:
-    if missing := [value.name for value in outputs if id(value) not in known]:
+    if missing := [value.name for value in graph.outputs if id(value) not in known]:
         raise UsageError(f"the output {missing[0]!r} is not computed by any operator; export the graph again")

@@ -104,10 +104,7 @@ def import_graph(
 
 
 def _imported(
-    file: Path,
-    ranges: Ranges | None,
-    precision: str | None,
-    example: Sequence[Any] | Mapping[str, Any] | None,
+    file: Path, ranges: Ranges | None, precision: str | None, example: Sequence[Any] | Mapping[str, Any] | None
 ) -> Imported:
     model = _read(file)
     usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}

@@ -103,13 +103,10 @@ class Original:
         except Exception as error:  # ONNX Runtime raises errors of several kinds for a graph that it refuses
             reason = first_line(error)
         with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
-            evaluator = self._evaluator()
+            model = self.model.clone()
+            retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
+            evaluator = ReferenceEvaluator(ir.to_proto(model))
         return lambda inputs: _evaluate(evaluator, inputs, reason)
-
-    def _evaluator(self) -> ReferenceEvaluator:
-        model = self.model.clone()
-        retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
-        return ReferenceEvaluator(ir.to_proto(model))
 
 
 def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes import PassResult, common
+from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+from attnforge.export.graphs.nodes import input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
 LEAST_BYTES = 1024
@@ -63,7 +64,7 @@ _RULES = [
 ]
 
 
-def optimise(model: ir.Model) -> PassResult:
+def optimise(model: ir.Model) -> None:
     """Fold constants and simplify a graph of torch's exporter, in place.
 
     This does what `torch.onnx.export(optimize=True)` does, except for four of its rules: onnxscript treats a number
@@ -86,7 +87,6 @@ def optimise(model: ir.Model) -> PassResult:
         clean(model)
     with _rules_by_operator():
         onnx_fusions.fuse(model)
-    return PassResult(model, True)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _rules_by_operator() -> Iterator[None]:
         _MATCHING.release()
 
 
-def repair(model: ir.Model) -> PassResult:
+def repair(model: ir.Model) -> None:
     """Expand the caches of every RotaryEmbedding of `model` to its input's batch size, in place.
 
     Without position ids, the caches are `(batch, tokens, head_size / 2)`
@@ -135,13 +135,11 @@ def repair(model: ir.Model) -> PassResult:
     """
     expanded: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in list(model.graph):
-        if node.domain != "" or node.op_type != "RotaryEmbedding" or (len(node.inputs) > 3 and node.inputs[3]):
+        if not is_op(node, "RotaryEmbedding") or optional_input(node, 3) is not None:
             continue
-        x = node.inputs[0]
-        assert x is not None
-        for i, cache in enumerate(node.inputs[1:3], start=1):
-            assert cache is not None
-            _know_shape(cache)
+        x = input_of(node)
+        for i in (1, 2):
+            _know_shape(cache := input_of(node, i))
             if cache.shape is None or x.shape is None:
                 continue
             if sizes_of(cache)[0] == ONE and sizes_of(x)[0] != ONE:
@@ -150,16 +148,14 @@ def repair(model: ir.Model) -> PassResult:
                     build = partial(_expanded, cache=cache, x=x)
                     expanded[key] = insert(model.graph, node, build, stem=f"{cache.name}/{key[1]}")
                 node.replace_input_with(i, expanded[key])
-    return PassResult(model, bool(expanded))
 
 
 def _know_shape(cache: ir.Value) -> None:
     """Set the shape of a cache: the exporter's fusion recreates caches without the shapes of their sine and cosine."""
     node = cache.producer()
     if cache.shape is None and node is not None and node.op_type in ("Cos", "Sin", "Mul", "Cast"):
-        source = node.inputs[0]
-        assert source is not None and source.dtype is not None
-        _know_shape(source)
+        _know_shape(source := input_of(node))
+        assert source.dtype is not None
         dtype = ir.DataType(node.attributes.get_int("to", source.dtype.value))
         typed(cache, dtype, dims_of(source))
 
@@ -170,11 +166,10 @@ def _expanded(op: Builder, cache: ir.Value, x: ir.Value) -> ir.Value:
     return typed(op.Expand(cache, shape), cache.dtype, [dims_of(x)[0], *dims_of(cache)[1:]])
 
 
-def share_weights(model: ir.Model) -> PassResult:
+def share_weights(model: ir.Model) -> None:
     """Share the transpose of a weight between the layers that share the weight, in place: torch folds one per layer,
     all views of the same memory, and each would be written to the file."""
     first: dict[tuple[object, ...], tuple[ir.Value, Array]] = {}
-    modified = False
     for name, value in list(model.graph.initializers.items()):
         if value.const_value is None or value.const_value.nbytes < LEAST_BYTES or value.is_graph_output():
             continue
@@ -184,5 +179,3 @@ def share_weights(model: ir.Model) -> PassResult:
         if kept is not value:
             value.replace_all_uses_with(kept)
             del model.graph.initializers[name]
-            modified = True
-    return PassResult(model, modified)

@@ -6,7 +6,7 @@ from math import prod
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes import PassResult, common
+from onnx_ir.passes import common
 from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, is_literal
 from onnxscript import optimizer, version_converter
 
@@ -19,7 +19,7 @@ OPSET = 23
 """The first opset with the Attention operator."""
 
 
-def at_opset(model: ir.Model) -> PassResult:
+def at_opset(model: ir.Model) -> None:
     """Convert `model` in place to the first opset that has the Attention operator, if it has an earlier one.
 
     Raises:
@@ -27,7 +27,7 @@ def at_opset(model: ir.Model) -> PassResult:
     """
     have = model.opset_imports.get("") or 0
     if have >= OPSET:
-        return PassResult(model, False)
+        return
     with raised_as(UsageError, f"the graph is of opset {have} and cannot be converted to opset {OPSET}"), quiet():
         if have >= 18:
             version_converter.convert_version(model, OPSET)
@@ -37,10 +37,9 @@ def at_opset(model: ir.Model) -> PassResult:
     for node in model.graph:
         node.version = None
     model.ir_version = max(model.ir_version, 10)
-    return PassResult(model, True)
 
 
-def fold(model: ir.Model, floats: bool = True) -> PassResult:
+def fold(model: ir.Model, floats: bool = True) -> None:
     """Fold constants, in place.
 
     Args:
@@ -57,10 +56,9 @@ def fold(model: ir.Model, floats: bool = True) -> PassResult:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
-    return PassResult(model, True)
 
 
-def infer_shapes(model: ir.Model) -> PassResult:
+def infer_shapes(model: ir.Model) -> None:
     """Set the type and shape of every value, in place, with ONNX Runtime's symbolic inference from the inputs.
 
     The shapes that the file gives for inner values are dropped, because it may name the same size differently.
@@ -86,7 +84,6 @@ def infer_shapes(model: ir.Model) -> PassResult:
             output.type = ir.TensorType(value.dtype)
         if value is not None and value.shape is not None:
             output.shape = ir.Shape(list(value.shape))
-    return PassResult(model, True)
 
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]

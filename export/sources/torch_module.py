@@ -32,14 +32,7 @@ from attnforge.export.sources.translations import translations
 from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
-from attnforge.runtime.backends.eager import (
-    as_written,
-    at_precision,
-    outputs_of,
-    products_in,
-    run,
-    torch_dtype,
-)
+from attnforge.runtime.backends.eager import as_written, at_precision, outputs_of, products_in, run, torch_dtype
 
 DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 
@@ -127,12 +120,13 @@ def capture(
     copied = at_precision(module, precision)
     names, args = _named(copied, args)
     shapes = _by_name(names, dynamic_shapes)
-    cast = tuple(_to(arg, torch_dtype(precision)).clone() for arg in args)  # one tensor given twice is two inputs
+    dtype = torch_dtype(precision)
+    cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
-        answers = [outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision))]
+        answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
         with counted(copied) as ran:
-            answers.append(outputs_of(copied, [arg.clone() for arg in cast], torch_dtype(precision)))
+            answers.append(outputs_of(copied, [arg.clone() for arg in cast], dtype))
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
@@ -153,23 +147,22 @@ def capture(
         value.name = name  # a value that is returned twice has the last of its names
     for node in model.graph:
         check_certain(node)
-    _rename_symbols(program, dims)
+    exported = program.exported_program
+    assert exported is not None
+    _rename_symbols(model, exported, dims)
     computed_by_torch(program)
     repair(model)
     share_weights(model)
     if any(is_op(node, *RECURRENT) for node in model.graph):
         for dim in (dim for declared in dims.values() for dim in declared if isinstance(dim, DimSpec)):
             dim.min = dim.min or dim.factor
-    for value, name in zip(model.graph.inputs, names, strict=True):
+    inputs = []
+    for value, name, arg in zip(model.graph.inputs, names, cast, strict=True):
         _check_symbolic(value, dims[name])
-    inputs = [
-        _input_spec(value, dims[name], name, arg)
-        for value, name, arg in zip(model.graph.inputs, names, cast, strict=True)
-    ]
+        inputs.append(spec_of(value, dims[name]))
+        note_example(inputs[-1], to_numpy(name, arg))
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
     _forget_graphs()
-    exported = program.exported_program
-    assert exported is not None
     used, kept = in_program(exported), in_graph(model.graph)
     return Captured(
         model, copied, cast, inputs, outputs, precision, exported,
@@ -334,10 +327,8 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     return dims
 
 
-def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, Dims]) -> None:
+def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, Dims]) -> None:
     """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape."""
-    exported = program.exported_program
-    assert exported is not None
     aliases: dict[str, str] = {}
     examples = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     for name, declared in zip(exported.graph_signature.user_inputs, dims.values(), strict=True):
@@ -345,7 +336,7 @@ def _rename_symbols(program: torch.onnx.ONNXProgram, dims: dict[str, Dims]) -> N
             if isinstance(dim, DimSpec) and not isinstance(size, int):
                 aliases[str(size.node.expr / dim.factor)] = dim.symbol
     pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
-    for value in (v for node in program.model.graph for v in node.outputs):
+    for value in (v for node in model.graph for v in node.outputs):
         if value.shape is None:
             continue
         value.shape = ir.Shape(
@@ -369,19 +360,9 @@ def _check_symbolic(value: ir.Value, dims: Dims) -> None:
             )
 
 
-def _input_spec(value: ir.Value, dims: Dims, name: str, example: Tensor) -> TensorSpec:
-    spec = spec_of(value, dims)
-    note_example(spec, to_numpy(name, example))
-    return spec
-
-
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two outputs are bitwise equal; NaN is equal to NaN."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _why(error: BaseException) -> str:

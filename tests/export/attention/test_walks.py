@@ -9,7 +9,7 @@ from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
 from attnforge.export.attention.softmax import restore_softmax
 from attnforge.export.attention.walk_back import Bias, Ended, Fill, Scores, both_computed, walk_to_product
-from attnforge.export.attention.walk_forward import walk_to_outputs
+from attnforge.export.attention.walk_forward import WeightSteps, walk_to_outputs
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 
@@ -104,7 +104,7 @@ def test_a_walk_back_that_ends_reports_where_and_why(body: list[str], path: tupl
 
 def test_a_walk_forward_gives_one_record_for_each_product() -> None:
     graph = model("t = Mul(s, c)").graph
-    walk = walk_to_outputs(position(softmax(graph).outputs[0]))
+    walk = walk_to_outputs(position(softmax(graph).outputs[0]), WeightSteps())
     assert not isinstance(walk, Ended)
     (weights,) = walk
     assert weights.path == ("MatMul",) and weights.value.value.name == "v" and weights.product.outputs[0].name == "y"
@@ -114,7 +114,7 @@ def test_a_walk_forward_that_ends_reports_where_and_why() -> None:
     graph = model("t = Mul(s, c)").graph
     node = softmax(graph)
     graph.outputs.append(node.outputs[0])
-    ended = walk_to_outputs(position(node.outputs[0]))
+    ended = walk_to_outputs(position(node.outputs[0]), WeightSteps())
     assert isinstance(ended, Ended) and ended.path == () and "are an output of the model" in ended.reason
 
 
