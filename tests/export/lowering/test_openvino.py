@@ -112,9 +112,9 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
 def test_forms_are_measured_on_openvino() -> None:
     """In whatever else a mask hides than the keys outside a band, or later ones."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
-    (site,) = lower(model, canonicalize(model).sites[:1], sizes, Tuner(sizes, 20.0, library=LIBRARY)).sites
+    (windowed,) = lower(model, canonicalize(model).sites[:1], sizes, Tuner(sizes, 20.0, library=LIBRARY)).sites
     forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
-    assert set(site.measured) == forms
+    assert set(windowed.measured) == forms
     causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS)}
     spent = Tuner(sizes, 60.0, library=LIBRARY)
     model = exported().model.clone()
