@@ -34,7 +34,11 @@ _WITHOUT_EFFECT = re.compile(
 
 _Edge = Annotated[int, Field(ge=1, le=2**14)]
 _Edges = dict[Literal["height", "width", "shortest_edge"], _Edge] | _Edge
-_ByChannel = tuple[float, float, float]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+MOST_PIXELS = 2**26
+"""Of a picture while it is prepared: a narrow one whose shorter edge becomes long would take all memory."""
 
 
 class ImageProcessor(BaseModel, frozen=True, extra="allow"):
@@ -53,10 +57,10 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow"):
     do_center_crop: bool = False
     crop_size: _Edges = {}
     do_rescale: bool = True
-    rescale_factor: Annotated[float, Field(gt=0)] = 1 / 255
+    rescale_factor: _Positive = 1 / 255
     do_normalize: bool
-    image_mean: _ByChannel = (0.0, 0.0, 0.0)
-    image_std: _ByChannel = (1.0, 1.0, 1.0)
+    image_mean: tuple[_Finite, _Finite, _Finite] = (0.0, 0.0, 0.0)
+    image_std: tuple[_Positive, _Positive, _Positive] = (1.0, 1.0, 1.0)
 
     @classmethod
     def of(cls, settings: bytes) -> ImageProcessor:
@@ -92,9 +96,9 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow"):
         """Prepare an 8-bit picture of any mode; returns `(3, H, W)`, float32."""
         image = image.convert("RGB")
         if self.do_resize:
-            image = image.resize(self._resized(image), Image.Resampling(self.resample))
+            image = image.resize(_bounded(self._resized(image)), Image.Resampling(self.resample))
         if self.do_center_crop:
-            width, height = _width_and_height(self.crop_size)
+            width, height = _bounded(_width_and_height(self.crop_size))
             left, top = (image.width - width) // 2, (image.height - height) // 2
             image = image.crop((left, top, left + width, top + height))  # black beyond the picture
         array: Array = np.asarray(image, np.float32)
@@ -111,6 +115,13 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow"):
             return _width_and_height(self.size)
         longer = int(edge * max(image.size) / min(image.size))
         return (edge, longer) if image.width <= image.height else (longer, edge)
+
+
+def _bounded(size: tuple[int, int]) -> tuple[int, int]:
+    width, height = size
+    if width * height > MOST_PIXELS:
+        raise InputError(f"{PROCESSOR} makes {width} × {height} pixels of a picture; {MOST_PIXELS:,} are allowed")
+    return size
 
 
 def _width_and_height(edges: _Edges) -> tuple[int, int]:

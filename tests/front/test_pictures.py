@@ -77,6 +77,8 @@ def test_sizes_of_older_files_are_one_number() -> None:
         ({"size": 2**30}, "size"),
         ({"size": {"longest_edge": 8}}, "size"),
         ({"image_std": [1, 1]}, "image_std"),
+        ({"image_std": [1, 0, 1]}, "image_std"),
+        ({"image_mean": [0, float("nan"), 0]}, "image_mean"),
         ({"do_resize": ...}, "do_resize"),
         ({"resample": 9}, "resample"),
     ],
@@ -91,6 +93,9 @@ def test_what_is_done_otherwise_is_refused(changed: dict[str, Any], reason: str)
 def test_another_size_than_the_model_takes_is_refused() -> None:
     with pytest.raises(InputError, match=r"makes \[3, 64, 64\] of a picture; the model takes float32\[batch, 3, 224"):
         image_to_input(PIXELS, PICTURES[0], settings(size=64))
+    narrow = settings(image_processor_type="CLIPImageProcessor", size={"shortest_edge": 2**14})
+    with pytest.raises(InputError, match=r"makes 16384 × 16384000 pixels of a picture; 67,108,864 are allowed"):
+        image_to_input(PIXELS, Image.new("RGB", (1, 1000)), narrow)
     with pytest.raises(InputError, match="no defined range"):
         image_to_input(PIXELS, Image.fromarray(np.zeros((4, 4), np.uint16)), settings())
 
