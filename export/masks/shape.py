@@ -133,22 +133,34 @@ def _ends(scores: Scores, constraint: isl.Constraint) -> Iterator[_End]:
 
 
 def _end(x: Affine) -> _End | None:
-    """`x ≥ 0` as an end; None if it is none. isl gives the number of a query's block by the first key of a key's block,
-    or the other way round, so that an end has at most one quotient."""
+    """`x ≥ 0` as an end; None if it is none."""
     factors = dict(x.terms)
     query, key = factors.pop(Variable.QUERY, 0), factors.pop(Variable.KEY, 0)
     quotients = {atom: factors.pop(atom) for atom in list(factors) if Affine.atom(atom).variables}
     rest = Affine.of(x.number, factors)
     if not quotients:
         return _of_indices(query, key, rest)
-    if len(quotients) > 1 or (counted := _counted(*quotients.popitem())) is None:
+    counted = [found for atom, n in quotients.items() if (found := _counted(atom, n)) is not None]
+    if len(counted) < len(quotients) or len(counted) > 2:
         return None
-    return _of_quotient(counted, *((query, key) if counted.of is Variable.QUERY else (key, query)), rest)
+    first, *others = sorted(counted, key=lambda one: one.of is Variable.KEY)
+    if not others:
+        return _of_quotient(first, *((query, key) if first.of is Variable.QUERY else (key, query)), rest)
+    second = others[0]
+    is_difference = first.of is not second.of and first.size == second.size and first.factor == -second.factor
+    if query or key or not is_difference:
+        return None
+    end = rest.floor_divided(abs(first.factor))
+    return _of_blocks(first.size, first.shift, second.shift, -end if first.factor > 0 else end, first.factor > 0)
 
 
 def _of_quotient(counted: _Counted, own: int, other: int, rest: Affine) -> _End | None:
     """`counted + own · its index + other · the other index + rest ≥ 0` as an end."""
     size, shift, factor, is_query = counted.size, counted.shift, counted.factor, counted.of is Variable.QUERY
+    if not own and not other:
+        block = rest.floor_divided(abs(factor))
+        end = -block * size - shift if factor > 0 else block * size + (size - 1) - shift
+        return _End("queries" if is_query else "keys", end, factor > 0)
     if own or abs(other) != 1 or factor != -other * size:
         return None
     # other index + rest ≥ size·number, or other index − rest − 1 < size·number

@@ -71,3 +71,18 @@ def test_regions_contain_all_pairs_of_a_set(a: Regions, b: Regions) -> None:
         assert (pairs(found) >= wanted).all() and len(found) <= MOST_REGIONS
         assert not is_exact or (pairs(found) == wanted).all()
     assert visible(a, np.arange(8), 9, number_of) == pairs(a).sum()
+
+
+def test_blocks_before_a_quotient_of_the_size_are_exact() -> None:
+    """isl leaves the quotient of the key in the constraint."""
+    size = Affine.atom(Dim("n"))
+    scores = Scores(Affine(8), size)
+    key = scores.key.div(scores.constant(8)).floor()
+    found, is_exact = fit(scores, scores.may(key.lt_set(scores.whole(size.floor_divided(8)))))
+    assert is_exact
+    for n_k, shown in ((7, 0), (8, 8), (23, 16)):
+        NUMBERS["n"], before = n_k, NUMBERS["n"]
+        try:
+            assert pairs(found, n_k=n_k).sum(1).tolist() == [shown] * 8
+        finally:
+            NUMBERS["n"] = before
