@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import UnidentifiedImageError
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.atomic import written_whole
 from attnforge.bundle import TensorSpec
 from attnforge.errors import InputError, raised_as, shortened
-from attnforge.pictures import read_picture
 from attnforge.text import IDS, TYPES, check_no_input
 
 LABELS, MOST_LABELS = "labels", 2**24
@@ -90,6 +88,8 @@ def _read(spec: TensorSpec, file: Path, settings: bytes | None) -> Array:
         if file.suffix == ".npy":
             with file.open("rb") as stream:
                 return _array(spec, stream, file.stat().st_size, str(file))
+        from attnforge.pictures import read_picture  # Pillow is not needed to read arrays
+
         return read_picture(file, spec, settings)
 
 
@@ -97,10 +97,7 @@ def _read(spec: TensorSpec, file: Path, settings: bytes | None) -> Array:
 def _read_from(file: Path) -> Iterator[None]:
     """A block that reads a file; any library's error becomes an InputError."""
     with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile, zlib and Pillow raise many types of errors
-        try:
-            yield
-        except UnidentifiedImageError as error:
-            raise InputError(f"{file} is neither .npy, .npz nor a readable image") from error
+        yield
 
 
 def _of_archive(file: Path, specs: Mapping[str, TensorSpec], ignored: Collection[str]) -> dict[str, Array]:

@@ -3,18 +3,19 @@ or else with values from 0 to 1."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.arrays import Array
 from attnforge.bundle import PROCESSOR, DimSpec, TensorSpec
-from attnforge.errors import InputError
+from attnforge.errors import InputError, raised_as, shortened
 
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -28,20 +29,19 @@ _FAMILIES = {"ViT": True, "DeiT": True, "Beit": True, "Siglip": True, "CLIP": Fa
 """Image processors that only resize, crop, rescale and normalise, and whether one number as size is that of a square,
 or of the shorter edge."""
 
-_WITHOUT_EFFECT = re.compile(
-    r"image_processor_type|feature_extractor_type|processor_class|do_convert_rgb|.*data_format"
-)
+_KIND = ("image_processor_type", "feature_extractor_type")
+_WITHOUT_EFFECT = {*_KIND, "processor_class", "do_convert_rgb", "input_data_format"}
 
 _Edge = Annotated[int, Field(ge=1, le=2**14)]
 _Edges = dict[Literal["height", "width", "shortest_edge"], _Edge] | _Edge
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+_Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 
-MOST_PIXELS = 2**26
+MOST_PIXELS = 2**24
 """Of a picture while it is prepared: a narrow one whose shorter edge becomes long would take all memory."""
 
 
-class ImageProcessor(BaseModel, frozen=True, extra="allow"):
+class ImageProcessor(BaseModel, frozen=True, extra="allow", strict=True):
     """The settings of an image processor of transformers, and what it does with a picture.
 
     Attributes:
@@ -59,7 +59,7 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow"):
     do_rescale: bool = True
     rescale_factor: _Positive = 1 / 255
     do_normalize: bool
-    image_mean: tuple[_Finite, _Finite, _Finite] = (0.0, 0.0, 0.0)
+    image_mean: tuple[_Number, _Number, _Number] = (0.0, 0.0, 0.0)
     image_std: tuple[_Positive, _Positive, _Positive] = (1.0, 1.0, 1.0)
 
     @classmethod
@@ -70,26 +70,30 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow"):
             InputError: it does something else than these steps, or the file does not say how.
         """
         advice = "give an .npz with the pixel values of transformers' AutoImageProcessor"
+        with raised_as(InputError, f"{PROCESSOR} cannot be read"):
+            given = {name: value for name, value in dict(json.loads(settings)).items() if value is not None}
+        kind = next((str(given[name]) for name in _KIND if name in given), "no image_processor_type")
         try:
-            processor = cls.model_validate_json(settings)
+            processor = cls.model_validate_json(json.dumps(given))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise InputError(f"{PROCESSOR}: {where}: {first['msg']}; {advice}") from error
+            name = error.errors()[0]["loc"][0]
+            said = f"says {shortened(str(given[name]), 60)} for" if name in given else "does not say"
+            raise InputError(f"{PROCESSOR} of {kind} {said} {name}; {advice}") from error
         more: dict[str, Any] = processor.model_extra or {}
-        kind = more.get("image_processor_type") or more.get("feature_extractor_type")
-        others = [name for name, value in more.items() if value and not _WITHOUT_EFFECT.fullmatch(name)]
+        usual = {"default_to_square": processor._is_square(), "data_format": "channels_first"}
+        others = [n for n, value in more.items() if value and n not in _WITHOUT_EFFECT and value != usual.get(n)]
         pairs = (("size", "resample"), ("crop_size",), ("image_mean", "image_std"))
         steps = zip((processor.do_resize, processor.do_center_crop, processor.do_normalize), pairs, strict=True)
         missing = [name for does, names in steps if does for name in names if name not in processor.model_fields_set]
-        if processor._family() is None or others or missing:
+        if processor._is_square() is None or others or missing:
             why = f"has {', '.join(others)}" if others else f"does not say {', '.join(missing)}" if missing else ""
             raise InputError(f"{PROCESSOR} of {kind} {why or 'is of another processor'}; {advice}")
         return processor
 
-    def _family(self) -> bool | None:
+    def _is_square(self) -> bool | None:
+        """Whether one number as size is that of a square; None for a processor that is not known."""
         more = self.model_extra or {}
-        kind = str(more.get("image_processor_type") or more.get("feature_extractor_type"))
+        kind = str(more.get(_KIND[0]) or more.get(_KIND[1]))
         return _FAMILIES.get(re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", kind))
 
     def pixels(self, image: Image.Image) -> Array:
@@ -110,7 +114,9 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow"):
 
     def _resized(self, image: Image.Image) -> tuple[int, int]:
         """Width and height after resizing."""
-        edge = self.size.get("shortest_edge") if isinstance(self.size, dict) else None if self._family() else self.size
+        edge = (
+            self.size.get("shortest_edge") if isinstance(self.size, dict) else None if self._is_square() else self.size
+        )
         if edge is None:
             return _width_and_height(self.size)
         longer = int(edge * max(image.size) / min(image.size))
@@ -134,7 +140,8 @@ def _width_and_height(edges: _Edges) -> tuple[int, int]:
 
 def pictures_of(path: Path) -> list[Path]:
     """Return a picture, or the pictures in a folder, sorted by name; nothing for any other file."""
-    return sorted(f for f in (path.iterdir() if path.is_dir() else [path]) if f.suffix.lower() in SUFFIXES)
+    files = path.iterdir() if path.is_dir() else [path]
+    return sorted(file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
 
 
 def read_picture(file: Path, spec: TensorSpec, settings: bytes | None) -> Array:
@@ -147,12 +154,16 @@ def read_picture(file: Path, spec: TensorSpec, settings: bytes | None) -> Array:
 
     Raises:
         InputError: the input is not a batch of images, or the picture does not become one.
-        UnidentifiedImageError: the file is not a picture; Pillow raises other types, too.
+        OSError: the picture is damaged; Pillow raises other types, too.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         Image.init()  # registers the formats of this Pillow
-        with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
+        try:
+            image = Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
+        except UnidentifiedImageError as error:
+            raise InputError(f"{file} is neither .npy, .npz nor a readable image") from error
+        with image:
             return image_to_input(spec, image, settings)
 
 
@@ -173,8 +184,12 @@ def image_to_input(spec: TensorSpec, image: Image.Image, settings: bytes | None 
     assert isinstance(channels, int)
     image = ImageOps.exif_transpose(image)
     deep = image.mode.startswith("I;16")
-    if image.mode in ("I", "F") or (deep and settings is not None):
-        raise InputError(f"images of mode {image.mode} have no defined range; scale it yourself and pass an .npy")
+    if image.mode in ("I", "F"):
+        raise InputError(f"32-bit images (mode {image.mode}) have no defined range; scale it yourself and pass an .npy")
+    if deep and settings is not None:
+        raise InputError(
+            f"image processors take 8-bit pictures, and this one is {image.mode}; convert it, or give an .npz"
+        )
     if settings is not None:
         pixels = ImageProcessor.of(settings).pixels(image)
         if any(map(_differs, spec.dims[1:], pixels.shape)):

@@ -394,7 +394,14 @@ class DeployOptions:
         settings = Path(self.processor).read_bytes() if self.processor is not None else None
         files, spec = _at_equal_distances(pictures_of(path), MOST_PICTURES), inputs[0]
         pictures = [read_inputs(inputs, [os.fspath(file)], settings=settings)[spec.name] for file in files]
-        differ = len({picture.shape for picture in pictures}) > 1
+        sizes = sorted({picture.shape[2:] for picture in pictures})
+        differ = len(sizes) > 1
+        if differ and spec.range_of(0)[0] > 1:
+            found = " and ".join(f"{height} × {width}" for height, width in sizes[:2])
+            raise UsageError(
+                f"the pictures in {path} become {found} pixels, and one call takes {spec.range_of(0)[0]} or more of "
+                "one size; give pictures of one size, or an .npz"
+            )
         return [{spec.name: np.concatenate(batch)} for batch in spec.in_batches(pictures, smallest=differ)]
 
     def requirement(self, data: Data) -> Requirement:

@@ -61,6 +61,8 @@ def test_pictures_become_what_transformers_makes_of_them(name: str, tmp_path: Pa
 
 def test_sizes_of_older_files_are_one_number() -> None:
     """The side of a square, or the shorter edge, by the kind of processor."""
+    written = settings(do_center_crop=None, crop_size=None, default_to_square=True, data_format="channels_first")
+    assert ImageProcessor.of(written).pixels(PICTURES[0]).shape == (3, 224, 224)
     for kind, shape in (("ViTFeatureExtractor", (3, 64, 64)), ("CLIPFeatureExtractor", (3, 64, 95))):
         older = settings(image_processor_type=..., feature_extractor_type=kind, size=64)
         assert ImageProcessor.of(older).pixels(PICTURES[0]).shape == shape
@@ -78,7 +80,13 @@ def test_sizes_of_older_files_are_one_number() -> None:
         ({"size": {"longest_edge": 8}}, "size"),
         ({"image_std": [1, 1]}, "image_std"),
         ({"image_std": [1, 0, 1]}, "image_std"),
+        ({"image_std": [1e-50] * 3}, "says [1e-50, 1e-50, 1e-50] for image_std"),
         ({"image_mean": [0, float("nan"), 0]}, "image_mean"),
+        ({"image_mean": [1e300] * 3}, "image_mean"),
+        ({"rescale_factor": 1e300}, "rescale_factor"),
+        ({"size": True}, "size"),
+        ({"data_format": "channels_last"}, "has data_format"),
+        ({"image_processor_type": ...}, "no image_processor_type"),
         ({"do_resize": ...}, "do_resize"),
         ({"resample": 9}, "resample"),
     ],
@@ -94,9 +102,11 @@ def test_another_size_than_the_model_takes_is_refused() -> None:
     with pytest.raises(InputError, match=r"makes \[3, 64, 64\] of a picture; the model takes float32\[batch, 3, 224"):
         image_to_input(PIXELS, PICTURES[0], settings(size=64))
     narrow = settings(image_processor_type="CLIPImageProcessor", size={"shortest_edge": 2**14})
-    with pytest.raises(InputError, match=r"makes 16384 × 16384000 pixels of a picture; 67,108,864 are allowed"):
+    with pytest.raises(InputError, match=r"makes 16384 × 16384000 pixels of a picture; 16,777,216 are allowed"):
         image_to_input(PIXELS, Image.new("RGB", (1, 1000)), narrow)
     with pytest.raises(InputError, match="no defined range"):
+        image_to_input(PIXELS, Image.fromarray(np.zeros((4, 4), np.int32)), settings())
+    with pytest.raises(InputError, match="take 8-bit pictures, and this one is I;16"):
         image_to_input(PIXELS, Image.fromarray(np.zeros((4, 4), np.uint16)), settings())
 
 
