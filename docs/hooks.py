@@ -101,7 +101,7 @@ def _examples() -> str:
 
 def _versions() -> Iterator[str]:
     """Yield the lines of a table of every dependency: its lowest tested version, and that of this environment."""
-    yield "| package | lowest | newest |\n|---|---|---|"
+    yield "| package | lowest | installed |\n|---|---|---|"
     for line in (ROOT / "tests/release/lowest.txt").read_text(encoding="utf-8").splitlines():
         name, _, lowest = line.partition("==")
         if lowest:

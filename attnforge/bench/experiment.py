@@ -44,7 +44,7 @@ class Experiment:
             cases.
         fresh_peers: peers whose starts and memory are measured in addition to ours; None for all.
         trust_source: whether what the bundles' manifests name may be imported, opened and run.
-        skipped: why peers that were not named are not measured, by name.
+        skipped: why peers that were not named are not measured, by name and precision.
         seconds: time limit after which no further round starts; split between loads as the rounds are.
         openings: how often each contender is loaded.
     """

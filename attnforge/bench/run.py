@@ -96,8 +96,8 @@ def benchmark(
         backends: backends to measure; by default every deployed backend that this machine can run.
         against: names of peers (:mod:`attnforge.bench.contenders.registry`, with `decode`
             :mod:`attnforge.bench.contenders.decoding.registry`), or `all` for every peer that can run here; peers in
-            torch need the module. None for :data:`BASELINES`, which are skipped where the module is missing or not
-            trusted.
+            torch need the module. None for :data:`BASELINES`, which are skipped where the module of a bundle is missing
+            or not trusted, and with `decode`.
         sizes: sizes of the dynamic dims, by symbol; or a sequence of such mappings, each measured separately. By
             default the example's.
         decode: measure decoding of one bundle that was deployed with `cache_tokens`, and return
@@ -147,7 +147,8 @@ def benchmark(
     if against is None:
         against = [] if decode else BASELINES
         if against and (reason := _why_no_peers(bundles, module, trust_source)) is not None:
-            against, skipped = [], dict.fromkeys(BASELINES, reason)
+            against = []
+            skipped = {f"{name} {b.manifest.precision}": reason for b in bundles for name in BASELINES}
     against = expanded(against, every)
     experiment = Experiment(
         bundles, backends, against, rounds, threads or processors(), module, skipped=skipped,

@@ -36,7 +36,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Peer to compare with: eager, torch-compile, onnxruntime-plain, …, all or none; repeatable (default: "
-            "eager and onnxruntime-plain)."
+            "eager and onnxruntime-plain, without --decode)."
         ),
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
@@ -110,6 +110,8 @@ def bench(
         _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
     else:
         _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
+    if "none" in (against or ()) and len(against or ()) > 1:
+        raise UsageError("--against none leaves out all peers, and others were named; give none alone, or the others")
     if out_file is not None:
         check_writable(out_file, force)
     if html is not None:

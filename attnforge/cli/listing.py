@@ -44,7 +44,7 @@ def models(
                 say(model.summary, indent=2)
                 if options[name]:
                     say(f"options: {', '.join(options[name])}", "dim", indent=2)
-        say(f"common mistakes, for comparison: {', '.join(slips)}")
+        say(f"common mistakes, for comparison: {', '.join(slips)}", "dim")
 
     document = {
         name: {"system": model.system, "summary": model.summary, "options": options[name]}
@@ -95,6 +95,8 @@ def doctor(as_json: Json = False) -> Answer:
 
     Example: `attnforge doctor`
     """
+    from attnforge.bundle import FLAVOURS, OPENVINO
+    from attnforge.cli.refusing import EXPORTER
     from attnforge.machine import cuda_devices, tool_versions
     from attnforge.runtime.backends.registry import BACKENDS, why_not_here
 
@@ -105,7 +107,10 @@ def doctor(as_json: Json = False) -> Answer:
 
         build = {target: why_not_buildable(target) for target in TARGETS}
     except ModuleNotFoundError as error:
-        build = {"targets": f"this environment only runs bundles ({error}); pip install attnforge"}
+        if str(error.name).partition(".")[0] not in EXPORTER:
+            raise
+        reason = f"this environment only runs bundles, without {error.name}; pip install attnforge"
+        build = dict.fromkeys((OPENVINO, "onnxruntime", *FLAVOURS), reason)
     run = {backend: why_not_here(backend) for backend in BACKENDS}
 
     def view() -> None:

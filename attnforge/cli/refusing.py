@@ -15,6 +15,9 @@ from attnforge.atomic import FULL
 from attnforge.cli import ending, terminal
 from attnforge.errors import AttnforgeError, UnfusedError, UsageError, plain, shortened
 
+EXPORTER = ("PIL", "einops", "islpy", "onnx", "onnx_ir", "onnxscript", "polygraphy", "sympy", "torch")
+"""Modules that attnforge requires and an environment that only runs bundles lacks."""
+
 
 def report_error(error: BaseException) -> int:
     """Print what a command raised, in one line on standard error, and with `--json` on standard output as well.
@@ -39,7 +42,7 @@ def report_error(error: BaseException) -> int:
         return _say(type(error).__name__, ": ".join([*files[:1], error.strerror or str(error)]), 1)
     if isinstance(error, MemoryError):
         return _say("MemoryError", f"out of memory: {error or 'an allocation failed'}", 1)
-    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("attnforge"):
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in EXPORTER:
         text = f"this command needs {error.name}, which is not installed: this environment only runs bundles"
         return _say("UnavailableError", f"{text}; pip install attnforge", 1)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's errors in arguments

@@ -1,4 +1,4 @@
-"""The built site in a browser, opened as files: no page is wider than a phone or a desktop, axe-core finds no fault,
+"""The built site in a browser, opened as files: pages fit a phone and a desktop, axe-core finds no fault,
 and the search finds pages."""
 
 from __future__ import annotations

@@ -252,7 +252,9 @@ def test_bench_has_baselines_where_their_source_is_trusted(here: Here, bundle: P
         rewrite(copy, lambda manifest, stated=stated: setattr(manifest, "source", stated))  # type: ignore[misc]
         alone = model(copy)
         assert {each["name"] for each in alone["contenders"]} == {"onnxruntime-cpu"}
-        assert all(reason in alone["skipped"][name] for name in ("eager", "onnxruntime-plain"))
+        alone_at = alone["contenders"][0]["precision"]
+        assert all(reason in alone["skipped"][f"{name} {alone_at}"] for name in ("eager", "onnxruntime-plain"))
+    assert_one_line(here("bench", copy, "--against", "none", "--against", "eager"), 2, "give none alone")
 
 
 def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark(

@@ -104,6 +104,8 @@ def main() -> None:
             shutil.copytree(ROOT / "tests/golden/encoder-fp32", image.root / "bundle")
             image.run(f"python -c {shlex.quote(WITHOUT_TORCH)}")
             image.run("attnforge verify bundle")
+            image.run("python -c 'import numpy; numpy.save(\"x.npy\", numpy.zeros((2, 5, 16), numpy.float32))'")
+            image.run("attnforge run bundle x.npy")
             if image.command[0] == "attnforge":
                 image.run(shlex.join(image.command))
             size = sum(path.stat().st_size for path in (image.root / "env").rglob("*") if path.is_file())

@@ -267,7 +267,8 @@ def test_steps_after_ever_more_tokens_keep_no_kernels(tmp_path: Path, backend: s
         decoder, tokens = session.decoder(), np.ones(1, np.int64)
         for _ in range(100):
             decoder.step(tokens)
-        before = resident() or 0
+        if (before := resident()) is None:
+            pytest.skip("the system does not report how much of a process is in memory")
         for _ in range(900):
             decoder.step(tokens)
         assert (resident() or 0) - before < 2**26
