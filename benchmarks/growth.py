@@ -17,9 +17,9 @@ from attnforge.bench import plots
 from attnforge.bench.compare import MEMORY_MIB, Differences
 from attnforge.bench.interval import student
 from attnforge.bench.page import page_values
-from attnforge.bench.plots import DASHES, both_logarithmic, finished, in_words, marker_of, short_label
+from attnforge.bench.plots import DASHES, OTHERS, both_logarithmic, finished, in_words, marker_of, short_label
 from attnforge.bench.results import Contender, Fit, Growth, Interval, Results, Series
-from attnforge.report.charts import BLUE, ORANGE, WIDTH, Picture, drawing, legend_above, literal
+from attnforge.report.charts import BLUE, WIDTH, Picture, drawing, legend_above, literal
 from attnforge.report.render import (
     NOTHING,
     environment,
@@ -36,7 +36,6 @@ Measure = Literal["time", "memory"]
 MEASURES: tuple[Measure, ...] = ("time", "memory")
 
 BLUES = (BLUE, "#5b9bd5", "#0a3564", "#6f7fc4")
-OTHERS = (ORANGE, "#7a4fa3", "#2f7d4f", "#b23a5c", "#8a6d3b", "#6b7480")
 
 EXPONENT = 0.15
 """Increase of an exponent that is not a regression yet."""
@@ -85,8 +84,7 @@ def growth_tables(growth: Growth) -> list[GrowthTable]:
     """Return the table of time, and that of memory if any was measured."""
     count = len(growth.sizes)
     tables = []
-    measures: list[tuple[Measure, str]] = [("time", "ms per call"), ("memory", "MiB added per call")]
-    for measure, unit in measures:
+    for measure, unit in zip(MEASURES, ("ms per call", "MiB added per call"), strict=True):
         is_time = measure == "time"
         rows = [
             (s, [*(s.ms if is_time else s.extra_mib), *[None] * count][:count], s.time if is_time else s.memory)
