@@ -24,12 +24,13 @@ from rich.text import Text
 
 import attnforge
 from attnforge.bench import page, plots, results
-from attnforge.bundle import MANIFEST, Bundle, write_manifest
+from attnforge.bundle import Bundle
 from attnforge.demo import real_example
 from attnforge.model.registry import build_model
 from attnforge.report.charts import Picture
 from attnforge.report.error_charts import by_case
 from attnforge.report.verify_page import write_page
+from tests.support.bundles import rewrite
 
 MODEL, BACKEND = "patch-attention-digits", "onnxruntime-cpu"
 COLUMNS = 80
@@ -72,9 +73,7 @@ def _with_another_scale(bundle: Bundle, folder: Path) -> Bundle:
     node = next(node for node in model.graph if node.name == "attentions.1/MultiHeadAttention")
     node.attributes["scale"] = ir.AttrFloat32("scale", 1.01 * node.attributes["scale"].as_float())
     ir.save(model, file)
-    (folder / MANIFEST).unlink()
-    write_manifest(folder, bundle.manifest.model_copy(deep=True))
-    return Bundle(folder)
+    return rewrite(folder)
 
 
 def _svg(picture: Picture) -> bytes:
