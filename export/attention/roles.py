@@ -16,7 +16,7 @@ ARITHMETIC = ("Add", "Div", "Mod", "Mul", "Sub")
 
 SHAPE_INPUTS = {
     "ConstantOfShape": {0}, "Expand": {1}, "Pad": {1, 3}, "Range": {0, 1, 2}, "Reshape": {1}, "Resize": {1, 2, 3},
-    "Slice": {1, 2, 3, 4}, "Split": {1}, "Squeeze": {1}, "Tile": {1}, "Unsqueeze": {1},
+    "Slice": {1, 2, 3, 4}, "Split": {1}, "Squeeze": {1}, "Tile": {1}, "TopK": {1}, "Unsqueeze": {1},
 }  # fmt: skip
 """Inputs that are sizes or axes, by operator: they may be computed from the number of tokens."""
 

@@ -99,11 +99,11 @@ def with_cache(
         a.node.attributes.pop("is_causal", None)
     RemoveUnusedNodesPass()(model)
     kinds = kinds_of(graph, symbol)
-    check_by_token(graph, kinds, symbol, [str(a.node.name) for _, a in attended])
+    numbering = check_by_token(graph, kinds, symbol, [str(a.node.name) for _, a in attended])
     past = ir.Value(name=_unused(graph, PAST))
     graph.inputs.append(typed(past, INT64, [_dim(tokens.batch)]))
     positions = _positions(graph, tokens, past)
-    look_up_positions(model, kinds, symbol, tokens.value, positions, capacity)
+    look_up_positions(model, kinds, symbol, tokens.value, positions, capacity, numbering)
     masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
     caches = []
     for i, (site, a) in enumerate(attended):

@@ -8,7 +8,7 @@ number of tokens, which is checked for two numbers; otherwise, there can be no c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,11 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError, raised_as
-from attnforge.export.decoding.tokens import Kinds, is_count_as_shape, token_axes
+from attnforge.export.decoding.sorting import Kinds
+from attnforge.export.decoding.tokens import is_count_as_shape, token_axes
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
-from attnforge.export.graphs.nodes import BY_ELEMENT, inputs_of, numpy_type, rank_of
+from attnforge.export.graphs.nodes import BY_ELEMENT, constant_of, input_of, inputs_of, is_op, numpy_type, rank_of
 
 Dim = int | ir.SymbolicDim
 """The size of an axis."""
@@ -45,7 +46,13 @@ class _Read:
 
 
 def look_up_positions(
-    model: ir.Model, kinds: Kinds, tokens: str, ids: ir.Value, positions: ir.Value, capacity: int
+    model: ir.Model,
+    kinds: Kinds,
+    tokens: str,
+    ids: ir.Value,
+    positions: ir.Value,
+    capacity: int,
+    numbering: Collection[ir.Node] = (),
 ) -> None:
     """Replace everything that is computed from token positions by lookups at `positions`, in place.
 
@@ -56,6 +63,7 @@ def look_up_positions(
         ids: the model's input, `(batch, tokens, …)`.
         positions: `(batch, tokens)`, int64, of every token.
         capacity: the number of positions.
+        numbering: nodes that do not depend on positions although they read them.
 
     Raises:
         NotByPosition: a row of a table changes with the number of tokens, or there are fewer positions.
@@ -63,9 +71,10 @@ def look_up_positions(
     reads = [
         _Read(value, node, index)
         for node in model.graph
-        if any(value in kinds.by_token for value in inputs_of(node))
+        if node not in numbering and any(value in kinds.by_token for value in inputs_of(node))
         for index, value in enumerate(node.inputs)
         if value is not None and value in kinds.by_count and not is_count_as_shape(node, index)
+        if not _is_one_number(value)
     ]
     values = list(dict.fromkeys(read.value for read in reads))
     for read in reads:
@@ -83,6 +92,15 @@ def look_up_positions(
         if key not in looked_up:
             looked_up[key] = _looked_up(model.graph, *key, positions)
         read.node.replace_input_with(read.index, looked_up[key])
+
+
+def _is_one_number(value: ir.Value) -> bool:
+    """Whether a value is one constant number, repeated."""
+    node = value.producer()
+    if is_op(node, "Expand"):
+        number = constant_of(input_of(node))
+        return number is not None and number.size == 1
+    return is_op(node, "ConstantOfShape")
 
 
 def _tables(

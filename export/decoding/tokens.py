@@ -9,12 +9,13 @@ depend on the tokens themselves. The axes of tokens are known from the dims of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import partial
 
 import onnx_ir as ir
 
 from attnforge.errors import UsageError
 from attnforge.export.attention.roles import SHAPE_INPUTS
+from attnforge.export.decoding.sorting import Kinds, SortedRows
 from attnforge.export.graphs.nodes import (
     BY_ELEMENT,
     VIEWS,
@@ -37,18 +38,6 @@ REDUCTIONS = (
 
 class NotByToken(UsageError):
     """A graph mixes tokens outside attention, so that a cache of keys and values does not make it a decoder."""
-
-
-class Kinds(NamedTuple):
-    """What the values of a graph depend on.
-
-    Attributes:
-        by_token: values that depend on the contents of the model's inputs.
-        by_count: values that depend on the number of tokens, but not on the contents of inputs.
-    """
-
-    by_token: set[ir.Value]
-    by_count: set[ir.Value]
 
 
 def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
@@ -78,8 +67,9 @@ def is_count_as_shape(node: ir.Node, index: int) -> bool:
     return node.domain == "" and index in SHAPE_INPUTS.get(node.op_type, ())
 
 
-def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[str]) -> None:
-    """Check that everything except attention is computed token by token.
+def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[str]) -> set[ir.Node]:
+    """Check that everything except attention is computed token by token, and return the nodes for which this is so
+    although they read numbers of rows of all tokens.
 
     Args:
         graph: a graph with canonical attention.
@@ -91,14 +81,23 @@ def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[s
         NotByToken: an operator mixes tokens, or is unknown; the message names it.
     """
     attending = set(sites)
+    rows = SortedRows(kinds, partial(_why_mixing, kinds=kinds, tokens=tokens))
     for node in graph:
         if node.name in attending or not any(value in kinds.by_token for value in inputs_of(node)):
             continue
-        if (reason := _why_mixing(node, kinds, tokens)) is not None:
-            raise NotByToken(
-                f"{node.op_type} ({node.name or 'without a name'}) {reason}, so a cache of keys and values does not "
-                "contain all that later tokens need; deploy the model without cache_tokens"
-            )
+        if not rows.follow(node) and (reason := _why_mixing(node, kinds, tokens)) is not None:
+            raise _mixing(node, reason)
+    read = [value for node in graph if node.name in attending for value in inputs_of(node)]
+    if (sort := rows.sort_of([*graph.outputs, *read])) is not None:
+        raise _mixing(sort, "sorts the tokens")
+    return rows.numbering
+
+
+def _mixing(node: ir.Node, reason: str) -> NotByToken:
+    return NotByToken(
+        f"{node.op_type} ({node.name or 'without a name'}) {reason}, so a cache of keys and values does not contain "
+        "all that later tokens need; deploy the model without cache_tokens"
+    )
 
 
 def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:

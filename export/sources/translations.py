@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset23
+from onnxscript.function_libs.torch_lib.ops import core
 
 op: Any = opset23
 """The operators; their types are too narrow for values whose types are known only to the exporter."""
@@ -112,6 +114,47 @@ def rsub(self: Any, other: float, alpha: float = 1) -> Any:
     if alpha != 1:
         self = op.Mul(self, op.CastLike(alpha, self))
     return op.Sub(op.CastLike(other, self), self)
+
+
+def floor_divide(self: Any, other: Any) -> Any:
+    """`self // other`. Of integers the exporter computes it in eight operators; these three are as right for negative
+    ones, since ONNX's remainder has the divisor's sign."""
+    if not self.dtype.is_integer():
+        return core.aten_floor_divide(self, other)
+    if isinstance(other, int):
+        other = op.CastLike(other, self)
+    return op.Div(op.Sub(self, op.Mod(self, other)), other)
+
+
+def histogram(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> Any:
+    """`histc`. The exporter compares the numbers with the ends of the bins; integers with a bin each, such as those of
+    experts, are compared with their bin's own number, so that it can be proved what is counted."""
+    node = self.producer()
+    numbers = node.inputs[0] if node is not None and node.op_type == "Cast" else self
+    if not numbers.dtype.is_integer() or (min, max) != (0, bins - 1):
+        return core.aten_histc(self, bins, min, max)
+    every = op.CastLike(op.Constant(value=ir.tensor(np.arange(bins)[:, None])), numbers)
+    if len(numbers.shape) != 1:
+        numbers = op.Reshape(numbers, op.Constant(value_ints=[-1]))
+    is_in = op.Equal(op.Unsqueeze(numbers, op.Constant(value_ints=[0])), every)
+    return op.ReduceSum(op.Cast(is_in, to=self.dtype), op.Constant(value_ints=[1]), keepdims=0)
+
+
+def slice_scatter(self: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """A tensor with a part along a dim replaced. The exporter scatters by index along the first dim, between two
+    transposes; a part of static size is joined with what is before and after it."""
+    axis = dim % len(self.shape)
+    size, most = self.shape[axis], torch.iinfo(torch.int64).max
+    ends = [0 if start is None else start, most if end is None else end]
+    if not (isinstance(size, int) and step == 1 and all(isinstance(each, int) for each in ends)):
+        return core.aten_slice_scatter(self, src, dim, start, end, step)
+    first, last = (min(max(each + size if each < 0 else each, 0), size) for each in ends)
+    parts = [src]
+    for i, (begin, stop) in enumerate(((0, first), (last, size))):
+        if begin < stop:
+            part = op.Slice(self, *(op.Constant(value_ints=[each]) for each in (begin, stop, axis)))
+            parts.insert(i * len(parts), part)
+    return op.Concat(*parts, axis=axis) if len(parts) > 1 else src
 
 
 def grouped_product(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -221,9 +264,12 @@ def _merged(x: _Tensor) -> Any:
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_product,
     torch.ops.aten.scaled_dot_product_attention.default: attention,
+    torch.ops.aten.floor_divide.default: floor_divide,
+    torch.ops.aten.histc.default: histogram,
     torch.ops.aten.flatten.using_ints: flatten,
     torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.rsub.Scalar: rsub,
+    torch.ops.aten.slice_scatter.default: slice_scatter,
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

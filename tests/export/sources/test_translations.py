@@ -106,6 +106,17 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "one": lambda x: x.flatten(1, 1),
     "tokens, as the first": lambda x: x.transpose(0, 1).flatten(1, 2),
     "a number": lambda x: x.sum().flatten(),
+    "a part replaced": lambda x: x.slice_scatter(x[..., :3] + 1, 3, 4, 7),
+    "a part replaced, counted from the end": lambda x: x.slice_scatter(x[:, :, :2] + 1, 2, -2),
+    "the first part replaced": lambda x: x.slice_scatter(x[..., :30] + 1, -1, None, -2),
+    "all replaced": lambda x: x.slice_scatter(x + 1, 2, -9, 9),
+    "nothing replaced": lambda x: x.slice_scatter(x[:, :, :0], 2, 3, 3),
+    "every third replaced": lambda x: x.slice_scatter(x[..., ::3] + 1, 3, 0, 32, 3),
+    "samples replaced": lambda x: x.slice_scatter(x[:1] + 1, 0, 0, 1) if x.shape[0] else x,
+    "divided, rounding down": lambda x: x // 3 + x.long() // 3 + x.long() // -2,
+    "counted": lambda x: torch.histc(x.long().float(), bins=5, min=0, max=4),
+    "counted between other ends": lambda x: torch.histc(x.long().float(), bins=5, min=-2, max=6),
+    "counted by halves": lambda x: torch.histc(x * 0.5, bins=5, min=0, max=4),
 }
 
 

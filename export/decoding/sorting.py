@@ -1,0 +1,253 @@
+"""Rows in the order of a number of each: a mixture of experts sorts its pairs of token and expert by expert, multiplies
+each expert's rows with its weights, and puts the rows back.
+
+The order depends on all tokens, and the result does not, if between sorting and putting back every row depends only on
+the same row. Then the whole is computed token by token, although neither sort nor group is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.graphs.nodes import (
+    BY_ELEMENT,
+    VIEWS,
+    constant_of,
+    input_of,
+    inputs_of,
+    is_op,
+    maker_of,
+    optional_input,
+    rank_of,
+)
+from attnforge.export.graphs.sizes import Size, sizes_of
+
+_EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64)
+
+
+class Kinds(NamedTuple):
+    """What the values of a graph depend on.
+
+    Attributes:
+        by_token: values that depend on the contents of the model's inputs.
+        by_count: values that depend on the number of tokens, but not on the contents of inputs.
+    """
+
+    by_token: set[ir.Value]
+    by_count: set[ir.Value]
+
+
+class SortedRows:
+    """Follows the values of a graph that depend on a sort of rows, node by node.
+
+    Args:
+        kinds: what the values depend on.
+        why_mixing: why a node that reads tokens may mix them; None if it does not.
+
+    Attributes:
+        numbering: nodes that number the rows to put them back.
+    """
+
+    def __init__(self, kinds: Kinds, why_mixing: Callable[[ir.Node], str | None]) -> None:
+        self._kinds, self._by_token, self._why_mixing = kinds, kinds.by_token, why_mixing
+        self.numbering: set[ir.Node] = set()
+        self._rows: dict[ir.Value, ir.Node] = {}
+        """Values with rows in the order of a sort."""
+        self._indices: dict[ir.Value, tuple[ir.Node, int]] = {}
+        """Where the rows of a sort were before, in groups of so many rows: `(rows,)` or `(rows, 1)`."""
+        self._places: dict[ir.Value, ir.Node] = {}
+        """Where the rows are after a sort, `(rows,)` or `(rows, 1)`."""
+        self._others: dict[ir.Value, ir.Node] = {}
+        """Values that depend on a sort in another way: no result may, except through groups of rows."""
+
+    def follow(self, node: ir.Node) -> bool:
+        """Follow a node; False if it neither sorts rows nor reads what depends on a sort."""
+        if self._is_sort(node):
+            self._rows[node.outputs[0]] = node
+            self._indices[node.outputs[1]] = node, 1
+            return True
+        sort = self.sort_of(inputs_of(node))
+        if sort is None or is_op(node, "Shape", "Size"):
+            return sort is not None
+        if not (self._is_put_back(node) or self._is_known(node, sort)):
+            self._others.update(dict.fromkeys(node.outputs, sort))
+        return True
+
+    def sort_of(self, values: Iterable[ir.Value]) -> ir.Node | None:
+        """The sort that one of some values depends on."""
+        for value in values:
+            if value in self._indices:
+                return self._indices[value][0]
+            for known in (self._rows, self._places, self._others):
+                if value in known:
+                    return known[value]
+        return None
+
+    # --- what a node computes of sorted rows --------------------------------------------------------------------------
+
+    def _is_sort(self, node: ir.Node) -> bool:
+        """Whether a node sorts integers of rows, ascending."""
+        if not is_op(node, "TopK") or _attributes(node, largest=1, sorted=1) != [0, 1]:
+            return False
+        rows = input_of(node)
+        is_free = rows in self._by_token and self.sort_of([rows]) is None
+        is_integer = rows.dtype is not None and rows.dtype.is_integer()
+        return is_free and is_integer and rank_of(rows) == 1 and self._have_equal_rows(rows, *node.outputs)
+
+    def _is_known(self, node: ir.Node, sort: ir.Node) -> bool:
+        """Note what the outputs of a node are; False if it is nothing known."""
+        return self._is_index(node) or self._is_place(node, sort) or self._is_rows(node, sort)
+
+    def _is_index(self, node: ir.Node) -> bool:
+        source, result = input_of(node), node.outputs[0]
+        if is_op(node, "Unsqueeze") and _constant(node, 1) in ([1], [-1]) and rank_of(source) == 1:
+            if (taken := self._indices.get(source)) is not None:
+                self._indices[result] = taken
+                return True
+            for known in (self._places, self._rows):
+                if source in known:
+                    known[result] = known[source]
+                    return True
+        if is_op(node, "Div") and (of := self._divided(node)) is not None:
+            self._indices[result] = of
+            return True
+        return False
+
+    def _divided(self, node: ir.Node) -> tuple[ir.Node, int] | None:
+        """The sort whose indices a node divides by a number, rounding down, and the number."""
+        less = maker_of(input_of(node))
+        rest = maker_of(input_of(less, 1)) if is_op(less, "Sub") else None
+        if less is None or not is_op(rest, "Mod") or input_of(rest) is not input_of(less):
+            return None
+        by, others = (_constant(each, 1) for each in (node, rest))
+        sort, group = self._indices.get(input_of(less), (None, 0))
+        return (sort, by[0]) if sort is not None and group == 1 and by == others and len(by) == 1 else None
+
+    def _is_place(self, node: ir.Node, sort: ir.Node) -> bool:
+        """Note the inverse of the indices: numbers from 0, scattered to them."""
+        if not is_op(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
+            return False
+        data, indices, updates = (input_of(node, i) for i in range(3))
+        numbers = maker_of(updates)
+        is_range = is_op(numbers, "Range") and (_constant(numbers, 0), _constant(numbers, 2)) == ([0], [1])
+        is_whole = self._have_equal_rows(data, indices, updates) and rank_of(data) == 1 and rank_of(indices) == 2
+        if not is_range or not is_whole or data in self._by_token or self._indices.get(indices) != (sort, 1):
+            return False
+        self._places[node.outputs[0]] = sort
+        self.numbering.add(node)
+        return True
+
+    def _is_put_back(self, node: ir.Node) -> bool:
+        """Whether a node returns sorted rows to where they were."""
+        if not _gathers_rows(node):
+            return False
+        rows, places = input_of(node), input_of(node, 1)
+        return rows in self._rows and self._places.get(places) is self._rows[rows]
+
+    def _is_rows(self, node: ir.Node, sort: ir.Node) -> bool:
+        """Note rows in the order of a sort that depend on the same rows only."""
+        if _gathers_rows(node):
+            source, indices = input_of(node), input_of(node, 1)
+            taken = self._indices.get(indices)
+            if taken is not None and source in self._by_token and self.sort_of([source]) is None:
+                is_rows = Size(taken[1]) * sizes_of(source)[0] == sizes_of(indices)[0]
+            else:  # rows of a table, by the number that is sorted
+                is_rows = indices in self._rows and source not in self._by_token and not self._is_count(source)
+        elif is_op(node, "Concat"):
+            is_rows = self._is_by_group(node, sort) or self._is_by_row(node, sort)
+        else:
+            is_rows = self._is_by_row(node, sort)
+        if is_rows:
+            self._rows.update(dict.fromkeys(node.outputs, sort))
+        return is_rows
+
+    def _is_by_row(self, node: ir.Node, sort: ir.Node) -> bool:
+        of_tokens = [value for value in inputs_of(node) if value in self._by_token]
+        if any(self._rows.get(value) is not sort for value in of_tokens) or any(map(self._is_count, inputs_of(node))):
+            return False
+        if node.op_type in VIEWS:
+            perm = node.attributes.get_ints("perm", [0]) if node.op_type == "Transpose" else [0]
+            return perm[0] == 0 and self._have_equal_rows(input_of(node), node.outputs[0])
+        if node.op_type in BY_ELEMENT:
+            is_aligned = len({rank_of(value) for value in (*of_tokens, node.outputs[0])}) == 1
+            return is_aligned and self._have_equal_rows(*of_tokens, node.outputs[0])
+        return self._why_mixing(node) is None and self._have_equal_rows(input_of(node), *node.outputs)
+
+    def _is_by_group(self, node: ir.Node, sort: ir.Node) -> bool:
+        """Whether a node joins the products of all groups of rows of one number with matrices of their own."""
+        sources: set[ir.Value] = set()
+        end: ir.Value | None = None
+        if _attributes(node, axis=0) != [0]:
+            return False
+        for i, part in enumerate(node.inputs):
+            product = maker_of(part)
+            rows = maker_of(input_of(product)) if is_op(product, "MatMul") else None
+            if product is None or not is_op(rows, "Slice") or len(rows.inputs) != 4 or _constant(rows, 3) != [0]:
+                return False
+            start, weights = input_of(rows, 1), input_of(product, 1)
+            follows = start is end if i else _constant(rows, 1) == [0]
+            end = input_of(rows, 2)
+            is_of_rows = self._rows.get(input_of(rows)) is sort and weights not in self._by_token
+            if not follows or not is_of_rows or not _is_end(end, i, len(node.inputs), sort.outputs[0]):
+                return False
+            sources.add(input_of(rows))
+        return len(sources) == 1
+
+    def _is_count(self, value: ir.Value) -> bool:
+        """Whether a value may have another number for every row."""
+        is_sized = value.shape is not None and all(isinstance(dim, int) for dim in value.shape)
+        return value in self._kinds.by_count and not is_sized
+
+    def _have_equal_rows(self, *values: ir.Value) -> bool:
+        """Whether values are known to have the same number of rows."""
+        known = [sizes_of(value)[0] for value in values if value.shape is not None and len(value.shape)]
+        return len(known) == len(values) and len(set(known)) == 1
+
+
+def _is_end(end: ir.Value, group: int, groups: int, numbers: ir.Value) -> bool:
+    """Whether a value is how many of some sorted numbers are at most `group`."""
+    taken = _before_casts(end)
+    if not is_op(taken, "Gather") or (_constant(taken, 1), _attributes(taken, axis=0)) != ([group], [0]):
+        return False
+    total = _before_casts(input_of(taken))
+    if not is_op(total, "CumSum") or (_constant(total, 1), _attributes(total, exclusive=0, reverse=0)) != ([0], [0, 0]):
+        return False
+    counts = _before_casts(input_of(total))
+    if not is_op(counts, "ReduceSum") or (_constant(counts, 1), _attributes(counts, keepdims=1)) != ([1], [0]):
+        return False
+    equal = _before_casts(input_of(counts))
+    row = maker_of(input_of(equal)) if is_op(equal, "Equal") else None
+    if equal is None or not is_op(row, "Unsqueeze") or _constant(row, 1) != [0] or input_of(row) is not numbers:
+        return False
+    every = constant_of(input_of(equal, 1))
+    return every is not None and np.array_equal(every, np.arange(groups)[:, None])
+
+
+def _gathers_rows(node: ir.Node) -> bool:
+    """Whether a node takes whole rows of its first input, by one index each."""
+    if is_op(node, "Gather"):
+        return _attributes(node, axis=0) == [0] and rank_of(input_of(node, 1)) == 1
+    return is_op(node, "GatherND") and _attributes(node, batch_dims=0) == [0] and rank_of(input_of(node, 1)) == 2
+
+
+def _attributes(node: ir.Node, **defaults: int) -> list[int]:
+    """Attributes that are integers, in the order of the keywords, which are their defaults."""
+    return [node.attributes.get_int(name, default) for name, default in defaults.items()]
+
+
+def _constant(node: ir.Node, i: int) -> list[int]:
+    """The numbers of a constant input; none if it is not one."""
+    numbers = constant_of(optional_input(node, i))
+    return [] if numbers is None else [int(number) for number in numbers.reshape(-1)]
+
+
+def _before_casts(value: ir.Value) -> ir.Node | None:
+    """The node that computes a value, before casts to types that represent all numbers of rows."""
+    node = maker_of(value)
+    while is_op(node, "Cast") and node.outputs[0].dtype in _EXACT:
+        node = maker_of(input_of(node))
+    return node
