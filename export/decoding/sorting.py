@@ -24,7 +24,7 @@ from attnforge.export.graphs.nodes import (
     optional_input,
     rank_of,
 )
-from attnforge.export.graphs.sizes import Size, sizes_of
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
 _EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64)
 
@@ -152,9 +152,9 @@ class SortedRows:
         """Note rows in the order of a sort that depend on the same rows only."""
         if _gathers_rows(node):
             source, indices = input_of(node), input_of(node, 1)
-            taken = self._indices.get(indices)
-            if taken is not None and source in self._by_token and self.sort_of([source]) is None:
-                is_rows = Size(taken[1]) * sizes_of(source)[0] == sizes_of(indices)[0]
+            _, group = self._indices.get(indices, (None, 0))
+            if group and source in self._by_token and self.sort_of([source]) is None:
+                is_rows = _is_in_line(source, input_of(sort), group)
             else:  # rows of a table, by the number that is sorted
                 is_rows = indices in self._rows and source not in self._by_token and not self._is_count(source)
         elif is_op(node, "Concat"):
@@ -206,6 +206,22 @@ class SortedRows:
         """Whether values are known to have the same number of rows."""
         known = [sizes_of(value)[0] for value in values if value.shape is not None and len(value.shape)]
         return len(known) == len(values) and len(set(known)) == 1
+
+
+def _is_in_line(rows: ir.Value, numbers: ir.Value, group: int) -> bool:
+    """Whether a sort's index, divided by `group`, is that of the row of the same token. The numbers that are sorted are
+    flattened from so many for each token, and rows are one for each token or flattened in the same way."""
+    each = _before_flattening(numbers)
+    if each[1] == Size(group):
+        return sizes_of(rows)[0] == each[0]
+    return group == 1 and _before_flattening(rows) == each
+
+
+def _before_flattening(rows: ir.Value) -> list[Size]:
+    """The number of tokens and that of rows for each, if tokens come first."""
+    node = maker_of(rows)
+    is_flat = is_op(node, "Reshape") and rank_of(input_of(node)) > 1
+    return sizes_of(input_of(node))[:2] if node is not None and is_flat else [sizes_of(rows)[0], ONE]
 
 
 def _is_end(end: ir.Value, group: int, groups: int, numbers: ir.Value) -> bool:

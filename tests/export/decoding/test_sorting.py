@@ -28,6 +28,9 @@ class Experts(Causal):
         self.gate, self.bias = nn.Linear(WIDTH, EXPERTS), nn.Parameter(torch.randn(EXPERTS, WIDTH))
         self.matrices = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
 
+    def flat(self, numbers: Tensor) -> Tensor:
+        return numbers.reshape(-1)
+
     def taken(self, rows: Tensor, order: Tensor) -> Tensor:
         return rows[order // 2]
 
@@ -46,10 +49,17 @@ class Experts(Causal):
     def mixed(self, x: Tensor) -> Tensor:
         rows = super().mixed(x).flatten(0, 1)
         weights, chosen = self.gate(rows).softmax(-1).topk(2)
-        numbers, order = chosen.reshape(-1).sort()
+        numbers, order = self.flat(chosen).sort()
         results = self.computed(self.taken(rows, order), self.ends(numbers), numbers)
         results = self.put_back(results * weights.reshape(-1)[order][:, None], order)
         return x + results.view(-1, 2, WIDTH).sum(1).view(x.shape)
+
+
+class ByExpertFirst(Experts):
+    """All tokens' best experts come before their second best, and rows are taken as if they did not."""
+
+    def flat(self, numbers: Tensor) -> Tensor:
+        return numbers.t().reshape(-1)
 
 
 class OfAnEarlierToken(Experts):
@@ -126,8 +136,8 @@ def test_experts_may_have_a_cache() -> None:
 
 
 MIXING = (
-    OfAnEarlierToken, OfAnotherGroup, OtherEnds, CountedByHalves, Summed, Normalised, Numbered, BetweenRows,
-    PutBackByOrder, NotPutBack, PutBackReversed,
+    ByExpertFirst, OfAnEarlierToken, OfAnotherGroup, OtherEnds, CountedByHalves, Summed, Normalised, Numbered,
+    BetweenRows, PutBackByOrder, NotPutBack, PutBackReversed,
 )  # fmt: skip
 
 
