@@ -68,7 +68,7 @@ class Limit:
 
 def bare_causal_attention() -> Example:
     """Return causal attention with 8 heads of 64 over 1 to 8,192 tokens; the largest case has 537 million scores."""
-    return masks.bare(is_window=False, most=8192)
+    return masks.bare("causal", most=8192)
 
 
 _LLAMA = Published(

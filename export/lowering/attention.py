@@ -23,6 +23,9 @@ SIDE_BY_SIDE = (("n_q", "H d_k"), ("n_k", "H_kv d_k"), ("n_k", "H_kv d_v"), ("n_
 """Tokens and features of query, key, value and output with all heads in the last dim; several query heads may share one
 head of keys and values."""
 
+HEADS_FIRST = (("H", "n_q", "d_k"), ("H_kv", "n_k", "d_k"), ("H_kv", "n_k", "d_v"), ("H", "n_q", "d_v"))
+"""The same with the heads before the tokens."""
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -196,17 +199,24 @@ class Attention:
         """A result in the dims of the graph's output."""
         return self.arranged(op, Operand(result, layout), self.output.layout)
 
-    def of_block(self, sizes: Mapping[str, Size], operands: Sequence[ir.Value], mask: ir.Value | None) -> Attention:
+    def of_block(
+        self,
+        sizes: Mapping[str, Size],
+        operands: Sequence[ir.Value],
+        mask: ir.Value | None,
+        ends: Sequence[Sequence[str]] = SIDE_BY_SIDE,
+    ) -> Attention:
         """The attention of a part of the queries and keys, where the mask alone says which pairs are visible.
 
         Args:
             sizes: sizes of the dims that differ from this attention's, by name.
-            operands: query, key and value, laid out as `B` and :data:`SIDE_BY_SIDE`.
+            operands: query, key and value, laid out as `B` and `ends`.
             mask: `(B or 1, H or 1, n_q, n_k)`; None if every query sees every key.
+            ends: :data:`SIDE_BY_SIDE` or :data:`HEADS_FIRST`.
         """
         others = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
         axes = SiteAxes({**self.axes.dims, **others})
-        *layouts, output = (axes.layout("B", *dims) for dims in SIDE_BY_SIDE)
+        *layouts, output = (axes.layout("B", *dims) for dims in ends)
         query, key, value = (
             Operand(typed(rows, self.dtype, [size.dim() for size in layout.sizes()]), layout)
             for rows, layout in zip(operands, layouts, strict=True)

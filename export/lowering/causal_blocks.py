@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, constant, dims_of, typed
 from attnforge.export.graphs.sizes import Size
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
+from attnforge.export.lowering.attention import HEADS_FIRST, Attention, blocks_of
 from attnforge.export.lowering.blocks import within
 from attnforge.export.masks.at_blocks import mask_at_blocks
 
@@ -28,18 +28,19 @@ def in_causal_blocks(op: Builder, a: Attention, steps: int, attend: Callable[[At
     Args:
         a: the site, with a :attr:`~.attention.Attention.causal_prefix` and static heads.
         steps: blocks of queries.
-        attend: writes the attention of the block of a number, `(batch, width, heads · d_k)` on `(batch, (number + 1) ·
-            width, …)` under a mask `(batch or 1, heads or 1, width, (number + 1) · width)`, boolean, or additive with
-            minus infinity for pairs that are not visible, and returns its output. The last block is padded with zeros,
-            which no other query sees. If the first keys extend beyond the block's, it gets all of them.
+        attend: writes the attention of the block of a number, `(batch, heads, width, d_k)` on `(batch, key heads,
+            (number + 1) · width, …)` under a mask `(batch or 1, heads or 1, width, (number + 1) · width)`, boolean, or
+            additive with minus infinity for pairs that are not visible, and returns its output. The last block is
+            padded with zeros, which no other query sees. If the first keys extend beyond the block's, it gets all of
+            them.
     """
     assert a.causal_prefix is not None
-    *layouts, whole = (a.layout("B", *dims) for dims in SIDE_BY_SIDE)
+    *layouts, whole = (a.layout("B", *dims) for dims in HEADS_FIRST)
     operands = a.inputs(op, layouts)
     cut = _Cut(op, operands[0], a.size("n_q"), steps, a.causal_prefix)
     filled = [cut.filled(operand) for operand in operands]
     outputs = [attend(_block(op, a, filled, cut, i), i) for i in range(steps)]
-    result = op.Slice(op.Concat(*outputs, axis=1), constant(op, [0]), cut.tokens, constant(op, [1]))
+    result = op.Slice(op.Concat(*outputs, axis=2), constant(op, [0]), cut.tokens, constant(op, [2]))
     return a.as_output(op, typed(result, a.dtype, [size.dim() for size in whole.sizes()]), whole)
 
 
@@ -47,20 +48,20 @@ def _block(op: Builder, a: Attention, filled: list[ir.Value], cut: _Cut, number:
     """The attention of a block of queries and the keys up to its last."""
     n_q, n_k = cut.size(1), cut.keys(number)
     query, key, value = filled
-    operands = [cut.rows(query, 1, number), *(cut.rows(x, 1, number, of_keys=True) for x in (key, value))]
+    operands = [cut.rows(query, 2, number), *(cut.rows(x, 2, number, of_keys=True) for x in (key, value))]
     mask = typed(cut.mask(number), BOOL, [1, 1, n_q.dim(), n_k.dim()])
     if a.residue == "none":
-        block = a.of_block({"n_q": n_q, "n_k": n_k}, operands, mask)
+        block = a.of_block({"n_q": n_q, "n_k": n_k}, operands, mask, HEADS_FIRST)
         return replace(block, silent_rows_are_nan=True)  # there are none: every query sees its own key
     rest = mask_at_blocks(op, a.node, lambda op, x: cut.pairs(op, x, number))
-    return a.of_block({"n_q": n_q, "n_k": n_k}, operands, within(op, mask, rest))
+    return a.of_block({"n_q": n_q, "n_k": n_k}, operands, within(op, mask, rest), HEADS_FIRST)
 
 
 class _Cut:
     """Cuts tensors of tokens into blocks, starting with the first token.
 
     Args:
-        query: `(batch, tokens, features)`.
+        query: `(batch, heads, tokens, features)`.
         tokens: number of tokens.
         steps: number of blocks.
         first: number of first keys that every query sees.
@@ -72,7 +73,7 @@ class _Cut:
     def __init__(self, op: Builder, query: ir.Value, tokens: Size, steps: int, first: int) -> None:
         self._op, self._steps, self._first = op, steps, first
         self._size = blocks_of(tokens, steps)
-        self.tokens = op.Shape(query, start=1, end=2)
+        self.tokens = op.Shape(query, start=2, end=3)
         self._width = op.Div(op.Add(self.tokens, constant(op, [steps - 1])), constant(op, [steps]))
 
     def size(self, blocks: int) -> Size:
@@ -89,10 +90,10 @@ class _Cut:
         return Size.of(ir.SymbolicDim(f"min(max({size.dim()}, {self._first}), {whole.dim()})"))
 
     def filled(self, x: ir.Value) -> ir.Value:
-        """`(batch, tokens, size)` padded with zeros after the last token to a whole number of blocks."""
+        """`(batch, heads, tokens, size)` padded with zeros after the last token to a whole number of blocks."""
         op = self._op
         missing = op.Sub(self._end(self._steps), self.tokens)
-        return op.Pad(x, op.Concat(constant(op, [0] * 4), missing, constant(op, [0]), axis=0))
+        return op.Pad(x, op.Concat(constant(op, [0] * 6), missing, constant(op, [0]), axis=0))
 
     def rows(self, x: ir.Value, axis: int, number: int, of_keys: bool = False) -> ir.Value:
         """Slice a block's queries, or its keys, from a tensor that has all of them along an axis."""

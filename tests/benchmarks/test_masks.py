@@ -60,30 +60,41 @@ def test_the_fastest_right_peer_counts_and_exceeded_limits_are_reported() -> Non
     ours, wrong = contender("onnxruntime-cpu", 1.0, ours=True), contender("torch-compile", 1.0, wrong="extremes")
     peers = [contender("eager", 5.0), contender("openvino-plain", 4.0), contender("ort-fusions", None), wrong]
     kept = model("window", 4096, [ours, contender("openvino", 0.9, ours=True), *peers])
-    slow = model("causal", 16384, [ours, contender("eager", 1.25)])
+    slow = model("causal", 16384, [ours, contender("eager", 1.0)])
     grown = [growth("window", 1.2, 1.0, 100.0), growth("causal", 2.0, 1.05, 65.0)]
     figures = results([kept, slow], grown)
     lines = masks.table(figures).splitlines()
-    assert lines[2] == "| window, 4,096 tokens: time, of the fastest peer's | openvino-plain | 0.3 | 0.25 | – | yes |"
+    assert lines[2] == "| window, 4,096 tokens: time, of the fastest peer's | openvino-plain | 0.85 | 0.25 | – | yes |"
     assert lines[3] == "| window: p of time ~ tokensᵖ |  | 1.15 | 1.2 | – | **no** |"
     assert masks.EXPERIMENT.wrong(figures) == [
         "window: p of time ~ tokensᵖ: 1.2, at most 1.15",
-        "causal, 16,384 tokens: time, of the fastest peer's (eager): 0.8, at most 0.65",
+        "causal, 16,384 tokens: time, of the fastest peer's (eager): 1, at most 0.9",
         "causal, 16,384 tokens: MiB added per call: 65, at most 64",
     ]
 
 
-@pytest.mark.parametrize("make", [masks.window, masks.causal])
-def test_both_forms_see_the_same_keys(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "WINDOW", 5)
-    module, args, _ = make()
-    tokens = 12
-    index = torch.arange(tokens)
-    seen = masks.seen_by(module.is_window)(index, index, index[:, None], index)
-    query, key, value = (arg[:, :, :tokens] for arg in args)
+@pytest.mark.parametrize("mask", masks.MASKS)
+def test_both_forms_see_the_same_keys(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("WINDOW", 6), ("CHUNK", 4), ("PREFIX", 3)):
+        monkeypatch.setattr(masks, name, size)
+    module, args, _ = masks.bare(mask)
+    index = torch.arange(12)
+    seen = masks.MASKS[mask](index[:, None], index)
+    query, key, value = (arg[:, :, :12] for arg in args)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
     assert torch.allclose(module(query, key, value)["out"], expected, atol=1e-6)
-    assert seen.sum() == (5 * (tokens - 5) + 15 if module.is_window else tokens * (tokens + 1) / 2)
+    visible = {"window": 57, "both sides": 72, "chunks": 48, "prefix": 81, "causal": 78, "no mask": 144}
+    assert seen.sum() == visible[mask]
+
+
+def test_the_limit_is_the_speed_without_a_mask() -> None:
+    """Half of the pairs, and one more for each query, at the speed of the fastest contender."""
+    ours, slower = contender("onnxruntime-cpu", 1.0, ours=True), contender("eager", 2.0)
+    slower["latency"] = {**slower["latency"], "median": {"value": 4.0, "low": 4.0, "high": 4.0}}
+    figures = results([model("no mask", 4096, [slower, ours]), model("causal", 4096, [ours])], [])
+    (claim,) = masks.claims(figures)
+    assert claim.text == "causal, 4,096 tokens: time, of the limit's"
+    assert claim.measured == pytest.approx(2 / (1 + 1 / 4096)) and claim.at_most == 1 / 0.85
 
 
 def test_a_module_without_a_form_for_flex_attention_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

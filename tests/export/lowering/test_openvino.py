@@ -115,7 +115,7 @@ def test_forms_are_measured_on_openvino() -> None:
     (windowed,) = lower(model, canonicalize(model).sites[:1], sizes, Tuner(sizes, 20.0, library=LIBRARY)).sites
     forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
     assert set(windowed.measured) == forms
-    causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS)}
+    causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS[:2])}
     spent = Tuner(sizes, 60.0, library=LIBRARY)
     model = exported().model.clone()
     nodes = list(attentions(model, canonicalize(model).sites))
