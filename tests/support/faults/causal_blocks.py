@@ -38,7 +38,7 @@ class CausalBlocks:
     def __init__(self, g: Graph) -> None:
         self.steps = g.sites
         joins = [node for node in g.nodes("Concat") if len(node.inputs) == len(self.steps) > 1]
-        joins = [node for node in joins if node.attributes["axis"].as_int() == 1]
+        joins = [node for node in joins if node.attributes["axis"].as_int() == 2]
         if not joins:
             raise NotThere("attention in steps")
         self.joined = joins[-1]
@@ -173,7 +173,7 @@ IN_STEPS: Family = [
     ("first-step-lost", "the first block gives zeros", output(0, lost), BOTH),
     ("steps-exchanged", "the second and third blocks exchanged", exchanged(1, 2), BOTH),
     ("step-twice", "the second last block also replaces the last", twice, BOTH),
-    ("steps-moved", "the output is one token early", joined_output(lambda op, x: rolled(op, x, 1)), BOTH),
+    ("steps-moved", "the output is one token early", joined_output(lambda op, x: rolled(op, x, 2)), BOTH),
     ("step-width", "block size rounded down, so that tokens are in no block", wide_steps, BOTH),
     ("diagonal-unmasked", "every block sees all of its own keys", in_step(None, diagonal(all_true)), STEPS),
     ("first-diagonal-unmasked", "the first block sees all of its own keys", in_step(0, diagonal(all_true)), STEPS),
