@@ -71,7 +71,7 @@ class SortedRows:
             self._indices[node.outputs[1]] = node, 1
             return True
         sort = self.sort_of(inputs_of(node))
-        if sort is None or is_op(node, "Shape", "Size"):
+        if sort is None or node.outputs[0] not in self._by_token:
             return sort is not None
         if not (self._is_put_back(node) or self._is_known(node, sort)):
             self._others.update(dict.fromkeys(node.outputs, sort))
@@ -154,7 +154,7 @@ class SortedRows:
             source, indices = input_of(node), input_of(node, 1)
             _, group = self._indices.get(indices, (None, 0))
             if group and source in self._by_token and self.sort_of([source]) is None:
-                is_rows = _is_in_line(source, input_of(sort), group)
+                is_rows = bool(source.shape) and _is_in_line(source, input_of(sort), group)
             else:  # rows of a table, by the number that is sorted
                 is_rows = indices in self._rows and source not in self._by_token and not self._is_count(source)
         elif is_op(node, "Concat"):
@@ -167,15 +167,17 @@ class SortedRows:
 
     def _is_by_row(self, node: ir.Node, sort: ir.Node) -> bool:
         of_tokens = [value for value in inputs_of(node) if value in self._by_token]
+        if node.domain != "" or node.op_type in ("GatherElements", "ScatterElements"):  # which may index few rows
+            return False
         if any(self._rows.get(value) is not sort for value in of_tokens) or any(map(self._is_count, inputs_of(node))):
             return False
         if node.op_type in VIEWS:
-            perm = node.attributes.get_ints("perm", [0]) if node.op_type == "Transpose" else [0]
+            perm = node.attributes.get_ints("perm", [-1]) if node.op_type == "Transpose" else [0]
             return perm[0] == 0 and self._have_equal_rows(input_of(node), node.outputs[0])
         if node.op_type in BY_ELEMENT:
             is_aligned = len({rank_of(value) for value in (*of_tokens, node.outputs[0])}) == 1
             return is_aligned and self._have_equal_rows(*of_tokens, node.outputs[0])
-        return self._why_mixing(node) is None and self._have_equal_rows(input_of(node), *node.outputs)
+        return self._why_mixing(node) is None and self._have_equal_rows(*of_tokens, *node.outputs)
 
     def _is_by_group(self, node: ir.Node, sort: ir.Node) -> bool:
         """Whether a node joins the products of all groups of rows of one number with matrices of their own."""
@@ -214,7 +216,7 @@ def _is_in_line(rows: ir.Value, numbers: ir.Value, group: int) -> bool:
     each = _before_flattening(numbers)
     if each[1] == Size(group):
         return sizes_of(rows)[0] == each[0]
-    return group == 1 and _before_flattening(rows) == each
+    return group == 1 and _before_flattening(rows) == each and sizes_of(rows)[0] == sizes_of(numbers)[0]
 
 
 def _before_flattening(rows: ir.Value) -> list[Size]:

@@ -131,7 +131,7 @@ def histogram(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) ->
     experts, are compared with their bin's own number, so that it can be proved what is counted."""
     node = self.producer()
     numbers = node.inputs[0] if node is not None and node.op_type == "Cast" else self
-    if not numbers.dtype.is_integer() or (min, max) != (0, bins - 1):
+    if not numbers.dtype.is_integer() or (min, max) != (0, bins - 1) or bins < 2:
         return core.aten_histc(self, bins, min, max)
     every = op.CastLike(op.Constant(value=ir.tensor(np.arange(bins)[:, None])), numbers)
     if len(numbers.shape) != 1:
@@ -149,12 +149,13 @@ def slice_scatter(self: Any, src: Any, dim: int = 0, start: Any = None, end: Any
     if not (isinstance(size, int) and step == 1 and all(isinstance(each, int) for each in ends)):
         return core.aten_slice_scatter(self, src, dim, start, end, step)
     first, last = (min(max(each + size if each < 0 else each, 0), size) for each in ends)
+    last = max(first, last)
     parts = [src]
     for i, (begin, stop) in enumerate(((0, first), (last, size))):
         if begin < stop:
             part = op.Slice(self, *(op.Constant(value_ints=[each]) for each in (begin, stop, axis)))
             parts.insert(i * len(parts), part)
-    return op.Concat(*parts, axis=axis) if len(parts) > 1 else src
+    return op.Concat(*parts, axis=axis) if len(parts) > 1 else op.Identity(src)
 
 
 def grouped_product(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:

@@ -119,6 +119,24 @@ class PutBackByOrder(Experts):
         return results[order]
 
 
+class OfOtherWeights(Experts):
+    """Eight numbers for each token, of which two are read as if they were all."""
+
+    def computed(self, rows: Tensor, ends: Tensor, numbers: Tensor) -> Tensor:
+        return super().computed(rows, ends, numbers) * self.others[self.order][:, None]
+
+    def taken(self, rows: Tensor, order: Tensor) -> Tensor:
+        self.others, self.order = rows[:, :8].reshape(-1, 2, 4).reshape(-1), order
+        return super().taken(rows, order)
+
+
+class OneRow(Experts):
+    """Replaces a number of the row that is first in the order."""
+
+    def computed(self, rows: Tensor, ends: Tensor, numbers: Tensor) -> Tensor:
+        return super().computed(rows, ends, numbers).scatter(1, torch.zeros(1, 1, dtype=torch.int64), 5.0)
+
+
 class NotPutBack(Experts):
     def put_back(self, results: Tensor, order: Tensor) -> Tensor:
         return results
@@ -137,7 +155,7 @@ def test_experts_may_have_a_cache() -> None:
 
 MIXING = (
     ByExpertFirst, OfAnEarlierToken, OfAnotherGroup, OtherEnds, CountedByHalves, Summed, Normalised, Numbered,
-    BetweenRows, PutBackByOrder, NotPutBack, PutBackReversed,
+    BetweenRows, PutBackByOrder, NotPutBack, PutBackReversed, OfOtherWeights, OneRow,
 )  # fmt: skip
 
 

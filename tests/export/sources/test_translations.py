@@ -111,6 +111,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "the first part replaced": lambda x: x.slice_scatter(x[..., :30] + 1, -1, None, -2),
     "all replaced": lambda x: x.slice_scatter(x + 1, 2, -9, 9),
     "nothing replaced": lambda x: x.slice_scatter(x[:, :, :0], 2, 3, 3),
+    "nothing replaced, between crossed ends": lambda x: x.slice_scatter(x[:, :, :0], 2, 5, 3),
     "every third replaced": lambda x: x.slice_scatter(x[..., ::3] + 1, 3, 0, 32, 3),
     "samples replaced": lambda x: x.slice_scatter(x[:1] + 1, 0, 0, 1) if x.shape[0] else x,
     "divided, rounding down": lambda x: x // 3 + x.long() // 3 + x.long() // -2,
