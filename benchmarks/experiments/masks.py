@@ -3,7 +3,7 @@
 `python -m benchmarks run masks` measures attention without weights, under masks of several kinds, over 1,024 to 16,384
 tokens, and whole models of 4,096 tokens. It writes `benchmarks/results/masks.json`, and exits with 1 if a requirement
 is not met. The limit is the share of the products that a mask leaves, at the speed of the fastest attention without a
-mask.
+mask, which is that of eager or of one of the bundle's backends.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def bare(mask: str, most: int = max(TOKENS)) -> Example:
     return Example(Bare(mask), inputs, {name: {2: tokens} for name in ("query", "key", "value")})
 
 
-window, both_sides, chunks, prefix, causal, no_mask = (partial(bare, mask) for mask in MASKS)
+window, both_sides, chunks = partial(bare, "window"), partial(bare, "both sides"), partial(bare, "chunks")
+prefix, causal, no_mask = partial(bare, "prefix"), partial(bare, "causal"), partial(bare, "no mask")
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,9 @@ _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 _HERE = "benchmarks.experiments.masks"
 FASTEST = 0.85
 """Maximum time of attention under a mask that leaves little, relative to the fastest peer."""
+
+OF_LIMIT = 0.85
+"""Share of the limit's speed that attention under a mask is to reach."""
 
 
 def _bare(mask: str, ratios: Mapping[int, float], peers: Sequence[str] = IN_TORCH, **limits: Any) -> Subject:
@@ -222,15 +226,15 @@ def _ratio(model: Model, most: float) -> Iterator[Claim]:
 
 
 def _of_limit(model: Model, models: Sequence[Model]) -> Iterator[Claim]:
-    """Yield the claim about the limit's share in the time of the backend that `auto` loads: at least 85%."""
+    """Yield the claim about the time of the backend that `auto` loads, relative to the limit's."""
     tokens = model.sizes["tokens"]
     whole = [each for each in models if each.name == "no mask" and each.sizes["tokens"] == tokens]
     ours = [contender.latency.median.value for contender in model.contenders if contender.picked]
     if model.name in MASKS and whole and ours:
         index = torch.arange(tokens)
         left = int(MASKS[model.name](index[:, None], index).sum()) / tokens**2
-        best = min(contender.latency.median.value for contender in whole[0].contenders)
-        yield Claim(f"{model.name}, {tokens:,} tokens: time, of the limit's", ours[0] / (left * best), 1 / 0.85)
+        best = min(contender.latency.median.value for contender in whole[0].contenders if not contender.wrong_in)
+        yield Claim(f"{model.name}, {tokens:,} tokens: time, of the limit's", ours[0] / (left * best), 1 / OF_LIMIT)
 
 
 def _growth(growth: Growth, subject: Subject) -> Iterator[Claim]:

@@ -8,7 +8,6 @@ the same row. Then the whole is computed token by token, although neither sort n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -29,31 +28,22 @@ from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 _EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64)
 
 
-class Kinds(NamedTuple):
-    """What the values of a graph depend on.
-
-    Attributes:
-        by_token: values that depend on the contents of the model's inputs.
-        by_count: values that depend on the number of tokens, but not on the contents of inputs.
-    """
-
-    by_token: set[ir.Value]
-    by_count: set[ir.Value]
-
-
 class SortedRows:
     """Follows the values of a graph that depend on a sort of rows, node by node.
 
     Args:
-        kinds: what the values depend on.
+        by_token: values that depend on the contents of the model's inputs.
+        by_count: values that depend on the number of tokens only.
         why_mixing: why a node that reads tokens may mix them; None if it does not.
 
     Attributes:
         numbering: nodes that number the rows to put them back.
     """
 
-    def __init__(self, kinds: Kinds, why_mixing: Callable[[ir.Node], str | None]) -> None:
-        self._kinds, self._by_token, self._why_mixing = kinds, kinds.by_token, why_mixing
+    def __init__(
+        self, by_token: set[ir.Value], by_count: set[ir.Value], why_mixing: Callable[[ir.Node], str | None]
+    ) -> None:
+        self._by_token, self._by_count, self._why_mixing = by_token, by_count, why_mixing
         self.numbering: set[ir.Node] = set()
         self._rows: dict[ir.Value, ir.Node] = {}
         """Values with rows in the order of a sort."""
@@ -104,7 +94,7 @@ class SortedRows:
 
     def _is_index(self, node: ir.Node) -> bool:
         source, result = input_of(node), node.outputs[0]
-        if is_op(node, "Unsqueeze") and _constant(node, 1) in ([1], [-1]) and rank_of(source) == 1:
+        if is_op(node, "Unsqueeze") and _integers(node, 1) in ([1], [-1]) and rank_of(source) == 1:
             if (taken := self._indices.get(source)) is not None:
                 self._indices[result] = taken
                 return True
@@ -123,7 +113,7 @@ class SortedRows:
         rest = maker_of(input_of(less, 1)) if is_op(less, "Sub") else None
         if less is None or not is_op(rest, "Mod") or input_of(rest) is not input_of(less):
             return None
-        by, others = (_constant(each, 1) for each in (node, rest))
+        by, others = (_integers(each, 1) for each in (node, rest))
         sort, group = self._indices.get(input_of(less), (None, 0))
         return (sort, by[0]) if sort is not None and group == 1 and by == others and len(by) == 1 else None
 
@@ -133,7 +123,7 @@ class SortedRows:
             return False
         data, indices, updates = (input_of(node, i) for i in range(3))
         numbers = maker_of(updates)
-        is_range = is_op(numbers, "Range") and (_constant(numbers, 0), _constant(numbers, 2)) == ([0], [1])
+        is_range = is_op(numbers, "Range") and (_integers(numbers, 0), _integers(numbers, 2)) == ([0], [1])
         is_whole = self._have_equal_rows(data, indices, updates) and rank_of(data) == 1 and rank_of(indices) == 2
         if not is_range or not is_whole or data in self._by_token or self._indices.get(indices) != (sort, 1):
             return False
@@ -188,10 +178,10 @@ class SortedRows:
         for i, part in enumerate(node.inputs):
             product = maker_of(part)
             rows = maker_of(input_of(product)) if is_op(product, "MatMul") else None
-            if product is None or not is_op(rows, "Slice") or len(rows.inputs) != 4 or _constant(rows, 3) != [0]:
+            if product is None or not is_op(rows, "Slice") or len(rows.inputs) != 4 or _integers(rows, 3) != [0]:
                 return False
             start, weights = input_of(rows, 1), input_of(product, 1)
-            follows = start is end if i else _constant(rows, 1) == [0]
+            follows = start is end if i else _integers(rows, 1) == [0]
             end = input_of(rows, 2)
             is_of_rows = self._rows.get(input_of(rows)) is sort and weights not in self._by_token
             if not follows or not is_of_rows or not _is_end(end, i, len(node.inputs), sort.outputs[0]):
@@ -202,7 +192,7 @@ class SortedRows:
     def _is_count(self, value: ir.Value) -> bool:
         """Whether a value may have another number for every row."""
         is_sized = value.shape is not None and all(isinstance(dim, int) for dim in value.shape)
-        return value in self._kinds.by_count and not is_sized
+        return value in self._by_count and not is_sized
 
     def _have_equal_rows(self, *values: ir.Value) -> bool:
         """Whether values are known to have the same number of rows."""
@@ -228,18 +218,18 @@ def _before_flattening(rows: ir.Value) -> list[Size]:
 
 def _is_end(end: ir.Value, group: int, groups: int, numbers: ir.Value) -> bool:
     """Whether a value is how many of some sorted numbers are at most `group`."""
-    taken = _before_casts(end)
-    if not is_op(taken, "Gather") or (_constant(taken, 1), _attributes(taken, axis=0)) != ([group], [0]):
+    taken = _before_exact_casts(end)
+    if not is_op(taken, "Gather") or (_integers(taken, 1), _attributes(taken, axis=0)) != ([group], [0]):
         return False
-    total = _before_casts(input_of(taken))
-    if not is_op(total, "CumSum") or (_constant(total, 1), _attributes(total, exclusive=0, reverse=0)) != ([0], [0, 0]):
+    total = _before_exact_casts(input_of(taken))
+    if not is_op(total, "CumSum") or (_integers(total, 1), _attributes(total, exclusive=0, reverse=0)) != ([0], [0, 0]):
         return False
-    counts = _before_casts(input_of(total))
-    if not is_op(counts, "ReduceSum") or (_constant(counts, 1), _attributes(counts, keepdims=1)) != ([1], [0]):
+    counts = _before_exact_casts(input_of(total))
+    if not is_op(counts, "ReduceSum") or (_integers(counts, 1), _attributes(counts, keepdims=1)) != ([1], [0]):
         return False
-    equal = _before_casts(input_of(counts))
+    equal = _before_exact_casts(input_of(counts))
     row = maker_of(input_of(equal)) if is_op(equal, "Equal") else None
-    if equal is None or not is_op(row, "Unsqueeze") or _constant(row, 1) != [0] or input_of(row) is not numbers:
+    if equal is None or not is_op(row, "Unsqueeze") or _integers(row, 1) != [0] or input_of(row) is not numbers:
         return False
     every = constant_of(input_of(equal, 1))
     return every is not None and np.array_equal(every, np.arange(groups)[:, None])
@@ -257,13 +247,13 @@ def _attributes(node: ir.Node, **defaults: int) -> list[int]:
     return [node.attributes.get_int(name, default) for name, default in defaults.items()]
 
 
-def _constant(node: ir.Node, i: int) -> list[int]:
-    """The numbers of a constant input; none if it is not one."""
+def _integers(node: ir.Node, i: int) -> list[int]:
+    """The numbers of a constant input of integers; none if it is not one."""
     numbers = constant_of(optional_input(node, i))
-    return [] if numbers is None else [int(number) for number in numbers.reshape(-1)]
+    return [] if numbers is None or numbers.dtype.kind not in "iu" else [int(number) for number in numbers.reshape(-1)]
 
 
-def _before_casts(value: ir.Value) -> ir.Node | None:
+def _before_exact_casts(value: ir.Value) -> ir.Node | None:
     """The node that computes a value, before casts to types that represent all numbers of rows."""
     node = maker_of(value)
     while is_op(node, "Cast") and node.outputs[0].dtype in _EXACT:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from attnforge.errors import UsageError
 from attnforge.export.attention.roles import SHAPE_INPUTS
-from attnforge.export.decoding.sorting import Kinds, SortedRows
+from attnforge.export.decoding.sorting import SortedRows
 from attnforge.export.graphs.nodes import (
     BY_ELEMENT,
     VIEWS,
@@ -38,6 +39,18 @@ REDUCTIONS = (
 
 class NotByToken(UsageError):
     """A graph mixes tokens outside attention, so that a cache of keys and values does not make it a decoder."""
+
+
+class Kinds(NamedTuple):
+    """What the values of a graph depend on.
+
+    Attributes:
+        by_token: values that depend on the contents of the model's inputs.
+        by_count: values that depend on the number of tokens, but not on the contents of inputs.
+    """
+
+    by_token: set[ir.Value]
+    by_count: set[ir.Value]
 
 
 def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
@@ -81,7 +94,7 @@ def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[s
         NotByToken: an operator mixes tokens, or is unknown; the message names it.
     """
     attending = set(sites)
-    rows = SortedRows(kinds, partial(_why_mixing, kinds=kinds, tokens=tokens))
+    rows = SortedRows(*kinds, partial(_why_mixing, kinds=kinds, tokens=tokens))
     for node in graph:
         if node.name in attending or not any(value in kinds.by_token for value in inputs_of(node)):
             continue

@@ -50,7 +50,8 @@ STEPS = (4, 8, 16, 32)
 
 FEWEST_ROWS = 512
 """Queries of a causal block below which the kernel gets slower: with 8 heads of 64 over 4,096 keys on 2 cores, 512
-queries are computed at 0.9 of the speed of 1,024, and 256 at 0.75. The rules take as many blocks as have so many."""
+queries are computed at 0.9 of the speed of 1,024, and 256 at 0.75. The rules take as many blocks as have so many, and
+no fewer than four."""
 
 MANY_SCORES = 512 * 512
 """Scores per head from which the rules take blocks, if these leave out at least half of the products."""

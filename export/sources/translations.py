@@ -117,8 +117,8 @@ def rsub(self: Any, other: float, alpha: float = 1) -> Any:
 
 
 def floor_divide(self: Any, other: Any) -> Any:
-    """`self // other`. Of integers the exporter computes it in eight operators; these three are as right for negative
-    ones, since ONNX's remainder has the divisor's sign."""
+    """`self // other`. Of integers the exporter computes it in eight operators; these three are right for negative
+    ones too, since ONNX's remainder has the divisor's sign, unless the difference leaves the range of the type."""
     if not self.dtype.is_integer():
         return core.aten_floor_divide(self, other)
     if isinstance(other, int):
