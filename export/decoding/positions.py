@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError, raised_as
-from attnforge.export.decoding.tokens import Kinds, is_count_as_shape, token_axes
+from attnforge.export.decoding.order import token_axes
+from attnforge.export.decoding.tokens import Kinds, is_count_as_shape
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.nodes import BY_ELEMENT, constant_of, input_of, inputs_of, is_op, numpy_type, rank_of

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import onnx_ir as ir
 
+from attnforge.export.decoding.order import RowOrder
 from attnforge.export.graphs.nodes import (
     BY_ELEMENT,
     VIEWS,
@@ -23,7 +24,7 @@ from attnforge.export.graphs.nodes import (
     optional_input,
     rank_of,
 )
-from attnforge.export.graphs.sizes import ONE, Size, sizes_of
+from attnforge.export.graphs.sizes import Size, sizes_of
 
 _EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64)
 
@@ -34,6 +35,7 @@ class SortedRows:
     Args:
         by_token: values that depend on the contents of the model's inputs.
         by_count: values that depend on the number of tokens only.
+        order: the order of rows that are not sorted.
         why_mixing: why a node that reads tokens may mix them; None if it does not.
 
     Attributes:
@@ -41,9 +43,13 @@ class SortedRows:
     """
 
     def __init__(
-        self, by_token: set[ir.Value], by_count: set[ir.Value], why_mixing: Callable[[ir.Node], str | None]
+        self,
+        by_token: set[ir.Value],
+        by_count: set[ir.Value],
+        order: RowOrder,
+        why_mixing: Callable[[ir.Node], str | None],
     ) -> None:
-        self._by_token, self._by_count, self._why_mixing = by_token, by_count, why_mixing
+        self._by_token, self._by_count, self._order, self._why_mixing = by_token, by_count, order, why_mixing
         self.numbering: set[ir.Node] = set()
         self._rows: dict[ir.Value, ir.Node] = {}
         """Values with rows in the order of a sort."""
@@ -53,6 +59,8 @@ class SortedRows:
         """Where the rows are after a sort, `(rows,)` or `(rows, 1)`."""
         self._others: dict[ir.Value, ir.Node] = {}
         """Values that depend on a sort in another way: no result may, except through groups of rows."""
+        self._culprits: dict[ir.Value, ir.Node] = {}
+        """The nodes through which they do."""
 
     def follow(self, node: ir.Node) -> bool:
         """Follow a node; False if it neither sorts rows nor reads what depends on a sort."""
@@ -60,14 +68,24 @@ class SortedRows:
             self._rows[node.outputs[0]] = node
             self._indices[node.outputs[1]] = node, 1
             return True
-        sort = self.sort_of(inputs_of(node))
+        sort = self._sort_of(inputs_of(node))
         if sort is None or node.outputs[0] not in self._by_token:
             return sort is not None
         if not (self._is_put_back(node) or self._is_known(node, sort)):
             self._others.update(dict.fromkeys(node.outputs, sort))
+            earlier = next((self._culprits[value] for value in inputs_of(node) if value in self._culprits), None)
+            is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
+            self._culprits.update(dict.fromkeys(node.outputs, node if earlier is None or is_group else earlier))
         return True
 
-    def sort_of(self, values: Iterable[ir.Value]) -> ir.Node | None:
+    def mixing(self, values: Iterable[ir.Value]) -> ir.Node | None:
+        """The node that sorts what one of some values depends on, or that reads sorted rows in an unknown way."""
+        for value in values:
+            if (sort := self._sort_of([value])) is not None:
+                return self._culprits.get(value, sort)
+        return None
+
+    def _sort_of(self, values: Iterable[ir.Value]) -> ir.Node | None:
         """The sort that one of some values depends on."""
         for value in values:
             if value in self._indices:
@@ -84,7 +102,7 @@ class SortedRows:
         if not is_op(node, "TopK") or _attributes(node, largest=1, sorted=1) != [0, 1]:
             return False
         rows = input_of(node)
-        is_free = rows in self._by_token and self.sort_of([rows]) is None
+        is_free = rows in self._by_token and self._sort_of([rows]) is None
         is_integer = rows.dtype is not None and rows.dtype.is_integer()
         return is_free and is_integer and rank_of(rows) == 1 and self._have_equal_rows(rows, *node.outputs)
 
@@ -136,15 +154,19 @@ class SortedRows:
         if not _gathers_rows(node):
             return False
         rows, places = input_of(node), input_of(node, 1)
-        return rows in self._rows and self._places.get(places) is self._rows[rows]
+        sort = self._rows.get(rows)
+        if sort is None or self._places.get(places) is not sort:
+            return False
+        self._order.pass_on(node.outputs[0], input_of(sort))
+        return True
 
     def _is_rows(self, node: ir.Node, sort: ir.Node) -> bool:
         """Note rows in the order of a sort that depend on the same rows only."""
         if _gathers_rows(node):
             source, indices = input_of(node), input_of(node, 1)
             _, group = self._indices.get(indices, (None, 0))
-            if group and source in self._by_token and self.sort_of([source]) is None:
-                is_rows = bool(source.shape) and _is_in_line(source, input_of(sort), group)
+            if group and source in self._by_token and self._sort_of([source]) is None:
+                is_rows = bool(source.shape) and self._is_in_line(source, input_of(sort), group)
             else:  # rows of a table, by the number that is sorted
                 is_rows = indices in self._rows and source not in self._by_token and not self._is_count(source)
         elif is_op(node, "Concat"):
@@ -189,6 +211,12 @@ class SortedRows:
             sources.add(input_of(rows))
         return len(sources) == 1
 
+    def _is_in_line(self, rows: ir.Value, numbers: ir.Value, group: int) -> bool:
+        """Whether a sort's index, divided by `group`, is that of a row of the same token."""
+        runs = self._order.of(numbers)
+        is_of_all = sizes_of(rows)[0] * Size(group) == sizes_of(numbers)[0]
+        return is_of_all and runs is not None and self._order.of(rows) == runs
+
     def _is_count(self, value: ir.Value) -> bool:
         """Whether a value may have another number for every row."""
         is_sized = value.shape is not None and all(isinstance(dim, int) for dim in value.shape)
@@ -198,22 +226,6 @@ class SortedRows:
         """Whether values are known to have the same number of rows."""
         known = [sizes_of(value)[0] for value in values if value.shape is not None and len(value.shape)]
         return len(known) == len(values) and len(set(known)) == 1
-
-
-def _is_in_line(rows: ir.Value, numbers: ir.Value, group: int) -> bool:
-    """Whether a sort's index, divided by `group`, is that of the row of the same token. The numbers that are sorted are
-    flattened from so many for each token, and rows are one for each token or flattened in the same way."""
-    each = _before_flattening(numbers)
-    if each[1] == Size(group):
-        return sizes_of(rows)[0] == each[0]
-    return group == 1 and _before_flattening(rows) == each and sizes_of(rows)[0] == sizes_of(numbers)[0]
-
-
-def _before_flattening(rows: ir.Value) -> list[Size]:
-    """The number of tokens and that of rows for each, if tokens come first."""
-    node = maker_of(rows)
-    is_flat = is_op(node, "Reshape") and rank_of(input_of(node)) > 1
-    return sizes_of(input_of(node))[:2] if node is not None and is_flat else [sizes_of(rows)[0], ONE]
 
 
 def _is_end(end: ir.Value, group: int, groups: int, numbers: ir.Value) -> bool:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from attnforge.errors import UsageError
 from attnforge.export.attention.roles import SHAPE_INPUTS
+from attnforge.export.decoding.order import RowOrder, token_axes
 from attnforge.export.decoding.sorting import SortedRows
 from attnforge.export.graphs.nodes import (
     BY_ELEMENT,
@@ -28,7 +29,7 @@ from attnforge.export.graphs.nodes import (
     optional_input,
     rank_of,
 )
-from attnforge.export.graphs.sizes import Size
+from attnforge.export.graphs.sizes import sizes_of
 
 REDUCTIONS = (
     *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean"),
@@ -68,13 +69,6 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
     return kinds
 
 
-def token_axes(value: ir.Value, tokens: str) -> list[int]:
-    """The axes of a value whose size depends on the number of tokens; empty if the shape is not known."""
-    if value.shape is None:
-        return []
-    return [i for i, dim in enumerate(value.shape) if tokens in Size.of(dim).names]
-
-
 def is_count_as_shape(node: ir.Node, index: int) -> bool:
     """Whether an input of a node is a size or an axis."""
     return node.domain == "" and index in SHAPE_INPUTS.get(node.op_type, ())
@@ -94,15 +88,19 @@ def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[s
         NotByToken: an operator mixes tokens, or is unknown; the message names it.
     """
     attending = set(sites)
-    rows = SortedRows(*kinds, partial(_why_mixing, kinds=kinds, tokens=tokens))
+    order = RowOrder(kinds.by_token, tokens)
+    rows = SortedRows(*kinds, order, partial(_why_mixing, kinds=kinds, tokens=tokens))
     for node in graph:
         if node.name in attending or not any(value in kinds.by_token for value in inputs_of(node)):
             continue
-        if not rows.follow(node) and (reason := _why_mixing(node, kinds, tokens)) is not None:
+        if rows.follow(node):
+            continue
+        if (reason := _why_mixing(node, kinds, tokens) or order.why_mixing(node)) is not None:
             raise _mixing(node, reason)
     read = [value for node in graph if node.name in attending for value in inputs_of(node)]
-    if (sort := rows.sort_of([*graph.outputs, *read])) is not None:
-        raise _mixing(sort, "sorts the tokens")
+    if (mixing := rows.mixing([*graph.outputs, *read])) is not None:
+        is_sort = mixing.op_type == "TopK"
+        raise _mixing(mixing, "sorts the tokens" if is_sort else "reads sorted rows in a way that may mix tokens")
     return rows.numbering
 
 
@@ -129,16 +127,34 @@ def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
     if node.op_type in ("MatMul", "Gemm"):  # sums over the last axis of the first operand
         summed = 0 if node.attributes.get_int("transA", 0) else rank - 1
         return "sums over the tokens" if summed in tokens_at else None
-    if node.op_type == "Gather":  # selects tokens, or looks up rows by token
-        selects = source in kinds.by_token and node.attributes.get_int("axis", 0) % max(rank, 1) in tokens_at
+    if node.op_type in ("Gather", "GatherND"):  # selects tokens, or looks up rows by token
+        selects = source in kinds.by_token and tokens_at & _indexed(node, rank)
         return "selects some of the tokens" if selects else None
     rule = _AXES.get(node.op_type)
     if rule is None:
         return "is not known to process tokens independently"
+    if node.op_type in ("GatherElements", "ScatterElements") and _indexes_some(source, input_of(node, 1), tokens):
+        return "indexes some of the tokens"
     axes = rule(node, rank)
     if axes is None:
         return "works along axes that are known only at run time"
     return "works along the tokens" if tokens_at & {axis % max(rank, 1) for axis in axes} else None
+
+
+def _indexed(node: ir.Node, rank: int) -> set[int]:
+    """The axes that a Gather or GatherND indexes."""
+    if node.op_type == "Gather":
+        return {node.attributes.get_int("axis", 0) % max(rank, 1)}
+    first, indices = node.attributes.get_int("batch_dims", 0), input_of(node, 1).shape
+    count = indices[-1] if indices is not None and len(indices) else None
+    return set(range(first + count if isinstance(count, int) else rank))
+
+
+def _indexes_some(source: ir.Value, indices: ir.Value, tokens: str) -> bool:
+    """Whether an operator that indexes every element may have indices for some of the tokens only."""
+    axes = {*token_axes(source, tokens), *token_axes(indices, tokens)}
+    sizes, indexed = sizes_of(source), sizes_of(indices)
+    return any(sizes[axis] != indexed[axis] for axis in axes)
 
 
 def _of_axis(default: int) -> Callable[[ir.Node, int], list[int] | None]:
@@ -156,6 +172,12 @@ def _of_input(index: int) -> Callable[[ir.Node, int], list[int] | None]:
     return axes
 
 
+def _repeated(node: ir.Node, rank: int) -> list[int] | None:
+    """The axes along which numbers are repeated."""
+    repeats = constant_of(input_of(node, 1))
+    return None if repeats is None else [axis for axis, count in enumerate(repeats) if count != 1]
+
+
 def _to_the_end(node: ir.Node, rank: int) -> list[int]:
     """All axes from a given one on."""
     return list(range(int(node.attributes.get_int("axis", -1) or 0) % max(rank, 1), rank))
@@ -168,4 +190,5 @@ _AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {
     **dict.fromkeys(("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK"), _of_axis(-1)),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _to_the_end),
     "RotaryEmbedding": lambda node, rank: [],
+    "Tile": _repeated,
 }

@@ -302,7 +302,7 @@ def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value, *, is_padded: bool
     if have in (want, ONE):
         return mask
     if not (have.is_static and want.is_static):
-        raise NotAttention(f"a mask over {have.dim()} keys, while there are {want.dim()} keys")
+        raise NotAttention(f"a mask over {have.text} keys, while there are {want.text} keys")
     if not is_padded:
         raise NotAttention("a mask that is shorter than the keys")
     last = constant(op, np.minimum(np.arange(want.factor), have.factor - 1))

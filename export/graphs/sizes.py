@@ -77,6 +77,11 @@ class Size:
         symbols = [symbol if _NAME.fullmatch(symbol) else f"({symbol})" for symbol in self.symbols]
         return ir.SymbolicDim("*".join(([str(self.factor)] if self.factor != 1 else []) + symbols))
 
+    @property
+    def text(self) -> str:
+        """The size for messages, with `?` for unknown dims."""
+        return re.sub(r"unknown\d+", "?", str(self.dim()))
+
 
 ONE = Size()
 

@@ -246,10 +246,15 @@ def _broadcast(tensors: Sequence[_Tensor], kept: int) -> list[_Tensor]:
     one = op.Constant(value_ints=[1])
     sizes = [one if i is None else tensors[i].size(axis - rank) for axis, i in enumerate(widest)]
     shape = op.Concat(*sizes, *[one] * kept, axis=0)
-    return [
-        x if x.dims == [*common, *dims[-kept:]] else _Tensor(op.Expand(x.value, shape), [*common, *dims[-kept:]])
-        for x, dims in zip(tensors, aligned, strict=True)
-    ]
+    expanded = []
+    for x, dims in zip(tensors, aligned, strict=True):
+        wanted = [*common, *dims[-kept:]]
+        value = x.value
+        if x.dims != wanted:
+            value = op.Expand(value, shape)
+            value.shape = ir.Shape(wanted)  # shape inference knows it only where all of `shape` is constant
+        expanded.append(_Tensor(value, wanted))
+    return expanded
 
 
 def _merged(x: _Tensor) -> Any:
