@@ -301,7 +301,7 @@ def _save(d: Deployment, progress: Progress) -> None:
         attention=d.attention,
         measuring=SECONDS / 2 if d.options.tune else 0.0,
         compute_capabilities=d.options.built_for,
-        profiles=[*d.options.profiles, *([] if d.decoding is None else [one_token(taken[0])])],
+        profiles=[*d.options.profiles, *([] if d.decoding is None else [one_token(taken)])],
         not_in_fp8=d.quantised.kept if d.quantised is not None and d.quantised.type == "fp8" else {},
         scores_in_int8={score.name: tuple(map(float, score.scales.values())) for score in d.scores},
     )

@@ -480,12 +480,14 @@ NEXT = ".next"
 
 class Decoding(StoredRecord):
     """How a bundle's graphs are used as decoder steps. The manifest's `inputs` and `outputs` are those of the model
-    itself, which takes all tokens at once; a graph takes the next tokens, the number of tokens before them, and the
-    caches, and also returns the caches.
+    itself, which takes all tokens at once; a graph takes the next tokens, the number of tokens before them, those whose
+    outputs are computed, and the caches, and also returns the caches.
 
     Attributes:
         tokens: name of the input with tokens, `(batch, tokens, …)`.
         past: name of the input, int64 `(batch,)`, with the number of tokens that each sample has in the caches.
+        kept: name of the input, int64 `(kept,)`, with the indices of the call's tokens whose outputs are computed; None
+            in older bundles, whose steps compute those of all tokens.
         places: capacity of the caches, in tokens per sample.
         caches: cache of every attention site, in graph order.
         cases: additional reference cases, with more tokens than a call may have.
@@ -496,6 +498,7 @@ class Decoding(StoredRecord):
 
     tokens: Name
     past: Name
+    kept: Name | None = None
     places: Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
     caches: Annotated[list[CacheSpec], Field(min_length=1)]
     cases: list[Case] = []
@@ -648,7 +651,7 @@ def graph_tensors(
     inputs: list[TensorSpec], outputs: list[TensorSpec], decoding: Decoding | None
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Return the inputs and outputs of a bundle's graphs: the model's, and for a decoder step also the number of past
-    tokens and the caches."""
+    tokens, the tokens whose outputs are computed, and the caches."""
     if decoding is None:
         return inputs, outputs
     (tokens,) = (spec for spec in inputs if spec.name == decoding.tokens)
@@ -657,8 +660,14 @@ def graph_tensors(
         count = count.model_copy(update={"min": 1})
     tokens = tokens.model_copy(update={"dims": [batch, count, *rest]})
     past = TensorSpec(name=decoding.past, dtype="int64", dims=[batch], low=0, high=0)
+    taken = [tokens, past]
+    if decoding.kept is not None:
+        most = count.max if isinstance(count, DimSpec) else count
+        dim = DimSpec(symbol=decoding.kept, min=1, opt=1, max=most)
+        taken.append(TensorSpec(name=decoding.kept, dtype="int64", dims=[dim], low=0, high=0))
+        outputs = [spec.model_copy(update={"dims": [batch, dim, *spec.dims[2:]]}) for spec in outputs]
     following = [spec.model_copy(update={"name": spec.name + NEXT}) for spec in decoding.tensors]
-    return [tokens, past, *decoding.tensors], [*outputs, *following]
+    return [*taken, *decoding.tensors], [*outputs, *following]
 
 
 def _inconsistencies(manifest: Manifest) -> Iterator[str]:
@@ -690,6 +699,8 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
             yield f"cases: {case.name} has no size of {min(missing)}"
     if manifest.decoding is not None:
         yield from _inconsistencies_of_steps(manifest, manifest.decoding)
+    if manifest.decoding is not None and manifest.decoding.kept is not None:
+        symbols |= {manifest.decoding.kept}
     for target, record in manifest.targets.items():
         for engine in record.engines:
             for profile in engine.profiles:
@@ -702,7 +713,7 @@ def _inconsistencies_of_steps(manifest: Manifest, decoding: Decoding) -> Iterato
     if [spec.name for spec in manifest.inputs] != [decoding.tokens] or len(manifest.inputs[0].dims) < 2:
         yield f"decoding: the tokens {decoding.tokens} are not the only input, (batch, tokens, …)"
         return
-    names = [decoding.tokens, decoding.past, *(spec.name for spec in decoding.tensors)]
+    names = [spec.name for spec in manifest.graph_inputs]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         yield f"decoding: {twice[0]} occurs twice"
     for spec in decoding.tensors:

@@ -30,6 +30,7 @@ from attnforge.export.attention.layout import Layout, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.decoding.distances import NotByDistance, TooFewPositions, slopes_of
+from attnforge.export.decoding.kept import KEPT, compute_kept, last_products
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.build import Builder, constant, insert, like, typed
@@ -72,6 +73,8 @@ def with_cache(
 ) -> Decoding:
     """Turn a causal model into a decoder step, in place.
 
+    The step computes its outputs for the tokens of its input `kept`: a prompt needs them for the last token only.
+
     Args:
         model: a canonical graph.
         sites: its attention sites.
@@ -100,10 +103,13 @@ def with_cache(
     RemoveUnusedNodesPass()(model)
     kinds = kinds_of(graph, symbol)
     numbering = check_by_token(graph, kinds, symbol, [str(a.node.name) for _, a in attended])
-    past = ir.Value(name=_unused(graph, PAST))
+    products = last_products(graph, *kinds)
+    past, kept = ir.Value(name=_unused(graph, PAST)), ir.Value(name=_unused(graph, KEPT, inputs))
     graph.inputs.append(typed(past, INT64, [_dim(tokens.batch)]))
+    graph.inputs.append(typed(kept, INT64, [ir.SymbolicDim(str(kept.name))]))
     positions = _positions(graph, tokens, past)
     look_up_positions(model, kinds, symbol, tokens.value, positions, capacity, numbering)
+    compute_kept(graph, kept, products)
     masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
     caches = []
     for i, (site, a) in enumerate(attended):
@@ -119,18 +125,20 @@ def with_cache(
     model.ir_version = max(model.ir_version, 11)
     ids = index_range(tokens.value)
     vocabulary = ids[1] + 1 if ids is not None else None
-    return Decoding(tokens=tokens.spec.name, past=str(past.name), places=capacity, caches=caches, vocabulary=vocabulary)
+    return Decoding(
+        tokens=tokens.spec.name, past=str(past.name), kept=str(kept.name), places=capacity, caches=caches,
+        vocabulary=vocabulary,
+    )  # fmt: skip
 
 
-def one_token(tokens: TensorSpec) -> dict[str, Range]:
+def one_token(inputs: Sequence[TensorSpec]) -> dict[str, Range]:
     """TensorRT's profile for a step of one token.
 
     Args:
-        tokens: the spec of the step's input.
+        inputs: the specs of the step's inputs.
     """
-    count = tokens.dims[1]
-    assert isinstance(count, DimSpec)
-    return {count.symbol: (1, 1, 1)}
+    tokens, _, kept = inputs[:3]
+    return {dim.symbol: (1, 1, 1) for dim in (tokens.dims[1], kept.dims[0]) if isinstance(dim, DimSpec)}
 
 
 # --- checks of the model ----------------------------------------------------------------------------------------------
@@ -194,7 +202,7 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
     n_q, n_k = a.size("n_q"), a.size("n_k")
     if not n_q == n_k == Size(1, (tokens.symbol,)):
         raise UsageError(
-            f"{site.name} attends from {n_q.dim()} queries to {n_k.dim()} keys; only self-attention over the tokens "
+            f"{site.name} attends from {n_q.text} queries to {n_k.text} keys; only self-attention over the tokens "
             "can cache earlier keys and values"
         )
     if a.is_triangle and a.residue == "none":
@@ -256,9 +264,10 @@ def _dim(dim: int | DimSpec) -> int | ir.SymbolicDim:
     return dim if isinstance(dim, int) else ir.SymbolicDim(dim.text)
 
 
-def _unused(graph: ir.Graph, name: str) -> str:
-    """A name that no input, output or weight has."""
+def _unused(graph: ir.Graph, name: str, dims_of: Sequence[TensorSpec] = ()) -> str:
+    """A name that no input, output or weight has, and no dim of some inputs."""
     taken = {str(value.name) for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+    taken |= {dim.symbol for spec in dims_of for dim in spec.dims if isinstance(dim, DimSpec)}
     while name in taken:
         name += "_"
     return name

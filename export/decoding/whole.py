@@ -40,6 +40,8 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
     if decoding.past not in inputs:
         return  # the graph as it was exported
     tokens = inputs[decoding.tokens]
+    if decoding.kept is not None:
+        _keep_all(graph, inputs[decoding.kept], tokens)
     caches = [spec.name for spec in decoding.tensors]
     following = {f"{name}{NEXT}" for name in caches}
     for name in (decoding.past, *caches):
@@ -61,6 +63,20 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
         if node.op_type == "Attention" and WINDOW in node.metadata_props:
             _read_new_alone(graph, node)
     RemoveUnusedNodesPass()(model)
+
+
+def _keep_all(graph: ir.Graph, kept: ir.Value, tokens: ir.Value) -> None:
+    """Make outputs those of all tokens."""
+
+    def every(op: Builder) -> ir.Value:
+        count = op.Squeeze(op.Shape(tokens, start=1, end=2), constant(op, [0]))
+        return typed(op.Range(constant(op, 0), count, constant(op, 1)), INT64, [count_dim])
+
+    (dim,), count_dim = dims_of(kept), dims_of(tokens)[1]
+    ir.convenience.replace_all_uses_with(kept, insert(graph, graph[0], every, stem=f"without past/{kept.name}"))
+    graph.inputs.remove(kept)
+    for value in (output for node in graph for output in node.outputs if output.shape is not None):
+        value.shape = ir.Shape([count_dim if each == dim else each for each in dims_of(value)])
 
 
 def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:

@@ -32,12 +32,13 @@ def step_inputs(bundle: Bundle, feeds: Mapping[str, Array], position: int) -> di
         spec.name: np.zeros((len(tokens), *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
         for spec in decoding.tensors
     }
+    first = {} if decoding.kept is None else {decoding.kept: np.zeros(1, np.int64)}
     if position:
         run = in_float64(load_graph(bundle, CANONICAL), [f"{name}{NEXT}" for name in caches])
         nothing = np.zeros(len(tokens), np.int64)
-        filled = run({decoding.tokens: tokens[:, :position], decoding.past: nothing, **caches})
+        filled = run({decoding.tokens: tokens[:, :position], decoding.past: nothing, **first, **caches})
         for name, cache in caches.items():
             for sample, past in enumerate(pasts):
                 cache[sample, :, :past] = filled[f"{name}{NEXT}"][sample, :, :past]
     following = tokens[np.arange(len(tokens)), pasts][:, None]
-    return {decoding.tokens: following, decoding.past: pasts.astype(np.int64), **caches}
+    return {decoding.tokens: following, decoding.past: pasts.astype(np.int64), **first, **caches}

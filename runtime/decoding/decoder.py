@@ -116,6 +116,7 @@ class Decoder:
         self._answers = {
             spec.name: np.zeros((batch, 1, *step.of_token(spec)), np.dtype(spec.dtype)) for spec in step.outputs
         }
+        self._indices = np.arange(step.longest)
         self._next: Callable[[], None] | None = None
 
     # --- public interface ---------------------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ class Decoder:
     def _run_one(self) -> None:
         """Run one token of every sample; the arrays are bound only once."""
         if self._next is None:
-            self._next = self._bound(self._token, self._past, self._answers, slice(None))
+            self._next = self._bound(self._token, self._past, self._indices[:1], self._answers, slice(None))
         self._next()
 
     def _sample_by_sample(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
@@ -368,11 +369,13 @@ class Decoder:
             for first in range(0, len(row), self._step.longest):
                 part = np.ascontiguousarray(row[None, first : first + self._step.longest])
                 past = np.array([self._past[sample] + first], np.int64)
+                count = part.shape[1]
+                kept = self._indices[count - 1 if only_last and self._step.decoding.kept is not None else 0 : count]
                 outputs = {
-                    spec.name: np.empty((1, part.shape[1], *self._step.of_token(spec)), np.dtype(spec.dtype))
+                    spec.name: np.empty((1, len(kept), *self._step.of_token(spec)), np.dtype(spec.dtype))
                     for spec in self._step.outputs
                 }
-                self._bound(part, past, outputs, slice(sample, sample + 1))()
+                self._bound(part, past, kept, outputs, slice(sample, sample + 1))()
                 for name, array in outputs.items():
                     pieces[name] = [array[0, -1:].copy()] if only_last else [*pieces[name], array[0]]
             for spec in self._step.outputs:
@@ -381,10 +384,14 @@ class Decoder:
                 answers[spec.name].append(parts[0] if len(parts) == 1 else np.concatenate([none, *parts]))
         return answers
 
-    def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
-        """A run on some samples' caches, which it reads and writes in place."""
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        """A run on some samples' caches, which it reads and writes in place, with the outputs of the tokens `kept`."""
         caches = {name: cache[samples] for name, cache in self._caches.items()}
         inputs = {self._step.tokens.name: tokens, self._step.decoding.past: past, **caches}
+        if self._step.decoding.kept is not None:
+            inputs[self._step.decoding.kept] = kept
         following = {f"{name}{NEXT}": cache for name, cache in caches.items()}
         return self._backend.bound(inputs, {**outputs, **following})
 

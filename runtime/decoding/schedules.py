@@ -35,12 +35,19 @@ def token_by_token(decoder: Decoder, tokens: Tokens) -> Taken:
 
 
 def in_pieces(decoder: Decoder, tokens: Tokens) -> Taken:
-    """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens."""
-    answers, first, length = None, 0, 1
+    """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens; the last piece again, as a prompt whose last outputs alone
+    are wanted."""
+    answers, first, length, piece = None, 0, 1, tokens
     while first < tokens.shape[1]:
-        answers = _joined(answers, decoder.extend(tokens[:, first : first + length]))
+        piece = tokens[:, first : first + length]
+        answers = _joined(answers, decoder.extend(piece))
         first, length = first + length, 2 * length + 1
     assert answers is not None
+    decoder.crop(tokens.shape[1] - piece.shape[1])
+    last = decoder.prefill(piece)
+    for name, samples in answers.items():
+        for sample, answer in zip(samples, last[name] if isinstance(last, dict) else last, strict=True):
+            sample[-1] = answer
     return answers, decoder
 
 

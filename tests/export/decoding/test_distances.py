@@ -171,8 +171,9 @@ def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding
     caches = {name: np.zeros((len(ids), *shape)) for name, shape in shapes.items()}
     begin, answers = 0, []
     for end in ends:
-        past = np.full(len(ids), begin)
-        answer, *following = run({decoding.tokens: ids[:, begin:end], decoding.past: past, **caches}).values()
+        past, every = np.full(len(ids), begin), np.arange(end - begin)
+        step = {decoding.tokens: ids[:, begin:end], decoding.past: past, str(decoding.kept): every, **caches}
+        answer, *following = run(step).values()
         caches = dict(zip(caches, following, strict=True))
         answers.append(answer)
         begin = end

@@ -23,8 +23,10 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.decoding.insert import with_cache
 from attnforge.export.decoding.tokens import NotByToken
 from attnforge.export.diagnosis.stages import sites_of
+from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import in_float64
 from attnforge.export.graphs.float64 import inline_functions
+from attnforge.export.graphs.nodes import input_of, is_op
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
@@ -164,6 +166,31 @@ def test_the_kernel_rotates_queries_and_keys_by_one_table_for_all_layers(publish
     assert_one_step(load_graph(bundle, CANONICAL), deployed, bundle)
 
 
+def falcon(**sizes: Any) -> nn.Module:
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**SMALL, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "sites"),
+    [
+        pytest.param(falcon, 2, id="one key head, taken by a list of indices"),
+        pytest.param(lambda: falcon(alibi=True), 2, id="Falcon with ALiBi"),
+        pytest.param(lambda: falcon(new_decoder_architecture=True, num_kv_heads=2), 2, id="Falcon 40B"),
+        pytest.param(
+            lambda: transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**GROUPED)), 4, id="values repeated"
+        ),
+    ],
+)
+def test_other_published_models_may_have_a_cache(make: Callable[[], nn.Module], sites: int) -> None:
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        module, args, shapes = around(make().eval(), 2, 9, 3, 70, only="input_ids")
+        captured = capture(module, args, shapes, PRECISIONS["fp32"])
+    found = canonicalize(captured.model).sites
+    record = with_cache(captured.model, found, captured.inputs, captured.outputs, 72)
+    assert len(record.caches) == sites
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A Llama in fp32, in which the exporter writes the rotation as one operator."""
@@ -259,7 +286,12 @@ def assert_one_step(canonical: ir.Model, lowered: ir.Model, bundle: Bundle) -> N
         spec.name: rng.standard_normal((3, *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
         for spec in decoding.tensors
     }
-    feeds = {"input_ids": rng.integers(0, 97, (3, 1)), "past": np.array([60, 0, 17]), **caches}
+    feeds = {
+        "input_ids": rng.integers(0, 97, (3, 1)),
+        "past": np.array([60, 0, 17]),
+        "kept": np.zeros(1, np.int64),
+        **caches,
+    }
     expected, results = (in_float64(model)(feeds) for model in (canonical, lowered))
     assert list(expected) == list(results)
     for output, array in expected.items():
@@ -399,6 +431,47 @@ class OnlyTheLast(Causal):
         return super().forward(x)[:, -1]
 
 
+class RepeatedHalves(Causal):
+    """Two rows for each token, read as if all tokens' first rows came before their second."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        rows = torch.cat([x, x.relu()], -1).view(x.shape[0], -1, WIDTH)
+        return super().mixed(rows.view(x.shape[0], 2, x.shape[1], WIDTH).sum(1))
+
+
+class TokensFirst(Causal):
+    """Rows of all samples' first tokens before those of their second, as nn.MultiheadAttention has them."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).reshape(-1, WIDTH).relu()
+        return super().mixed(rows.view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1))
+
+
+class OtherSamples(Causal):
+    """Tokens come first, and rows are read as if samples did."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x.transpose(0, 1).reshape(-1, WIDTH).relu().view(x.shape))
+
+
+class TwoOrders(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).reshape(-1, WIDTH) + x.reshape(-1, WIDTH)
+        return super().mixed(rows.view(x.shape))
+
+
+class FirstRow(Causal):
+    """Replaces a number of the first token of a call."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x.scatter(2, torch.zeros(x.shape[0], 1, 1, dtype=torch.int64), 5.0))
+
+
+class AddsTheFirst(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x + x.gather(2, torch.arange(WIDTH).expand(x.shape[0], 1, WIDTH)))
+
+
 class NoAttention(Causal):
     def mixed(self, x: Tensor) -> Tensor:
         return x
@@ -416,6 +489,11 @@ REFUSED: dict[type[Causal], str] = {
     ByLength: "has other numbers for a position when there are more tokens",
     ScaledByLength: "depends on the number of tokens and does not have one entry per token",
     OnlyTheLast: r"returns a result for every token: \(batch, tokens",
+    RepeatedHalves: "Reshape .* regroups the tokens",
+    OtherSamples: "Reshape .* regroups the tokens",
+    TwoOrders: "Add .* combines tokens in different orders",
+    FirstRow: "ScatterElements .* indexes some of the tokens",
+    AddsTheFirst: "GatherElements .* indexes some of the tokens",
     NoAttention: "the model has no attention",
 }
 
@@ -430,6 +508,50 @@ def test_each_reason_is_needed() -> None:
     """The base class of the refused models is accepted."""
     record = inserted(Causal())
     assert record.places == 64 and len(record.caches) == 1 and record.vocabulary == WORDS
+
+
+class Pair(Causal):
+    """Two outputs: one has a head of its own, after which only operators by element come; the other has none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        mixed = self.mixed(self.embedded(x))
+        return 30.0 * torch.tanh(self.head(mixed) / 30.0), mixed
+
+
+class Shared(Causal):
+    """Two outputs of one head."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits, logits.softmax(-1)
+
+
+@pytest.mark.parametrize(("kind", "taken"), [(Causal, [WIDTH]), (Pair, [WIDTH, WIDTH]), (Shared, [WORDS, WORDS])])
+def test_the_head_runs_on_tokens_whose_outputs_are_wanted(kind: type[Causal], taken: list[int], tmp_path: Path) -> None:
+    module, args = kind().eval(), (torch.randint(0, WORDS, (2, 9)),)
+    shapes = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=16)}}
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=40
+    )
+    graph = load_graph(bundle, CANONICAL).graph
+    gathers = [node for node in graph if is_op(node, "Gather") and input_of(node, 1).name == "kept"]
+    assert sorted(dims_of(input_of(node))[-1] for node in gathers) == taken
+    assert next(spec.text() for spec in bundle.manifest.graph_outputs) == f"float32[batch, kept, {WORDS}]"
+    assert attnforge.verify(bundle).passed
+    with attnforge.load(bundle) as session:
+        decoder = session.decoder(2)
+        ids = np.random.default_rng(0).integers(0, WORDS, (2, 33))
+        last = decoder.prefill(ids)
+        decoder.reset()
+        every = decoder.extend(ids)
+        for name, rows in every.items():
+            got = last[name] if isinstance(last, dict) else last
+            assert [len(row) for row in rows] == [33, 33]
+            np.testing.assert_allclose(got, np.stack([row[-1] for row in rows]), rtol=0, atol=2e-6)
+
+
+def test_tokens_may_come_before_samples() -> None:
+    assert inserted(TokensFirst()).places == 64
 
 
 def test_positions_that_end_before_the_cache() -> None:

@@ -205,10 +205,12 @@ class _InOnnxRuntime(Counting):
         self._caches: dict[str, Any] = {}
 
     def _bound(self, tokens: Array) -> Any:
-        """Return a binding of the next tokens and of the number of earlier tokens."""
+        """Return a binding of the next tokens and of the number of earlier tokens; logits are those of the last."""
         binding = self._session.io_binding()
         bind_host_input(binding, self._decoding.tokens, np.ascontiguousarray(tokens))
         bind_host_input(binding, self._decoding.past, np.full(len(tokens), self._past, np.int64))
+        if self._decoding.kept is not None:
+            bind_host_input(binding, self._decoding.kept, np.array([tokens.shape[1] - 1], np.int64))
         binding.bind_output(self._output, "cpu")
         return binding
 
