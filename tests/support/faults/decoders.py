@@ -612,6 +612,8 @@ DRIVEN: list[Driving] = [
     ("ragged-as-first", "a step has the first sample's length for all", driving.LengthsOfFirst, (LLAMA, ODD)),
     ("prompts-in-one-cache", "prompts of all samples in the first one's cache", driving.CachesOfFirst, (LLAMA, ODD)),
     ("prompt-from-start", "several tokens are written over what is there", driving.PromptFromStart, (LLAMA, GPT, ODD)),
+    ("answers-of-first", "a prompt answers for its first token", driving.AnswersOfFirst, SUBJECTS),
+    ("answers-one-earlier", "a prompt answers for the token before its last", driving.AnswersOneEarlier, (LLAMA, ODD)),
     ("stale-token", "the first token after a crop is seen", driving.StaleToken, SUBJECTS),
     ("stale-numbers", "the values that a crop removes stay, but hidden", driving.StaleNumbers, (LLAMA, ODD)),
     ("crop-one-more", "a crop removes one token more", driving.CropOneMore, (LLAMA, GPT, ODD)),

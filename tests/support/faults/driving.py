@@ -224,16 +224,40 @@ class LengthsOfFirst(Decoder):
 class CachesOfFirst(Decoder):
     """Every sample's prompt is written to the first one's caches."""
 
-    def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
         first = slice(0, 1) if samples.stop is not None else samples
-        return super()._bound(tokens, past, outputs, first)
+        return super()._bound(tokens, past, kept, outputs, first)
 
 
 class PromptFromStart(Decoder):
     """Several tokens are always written from the first slot on, whatever is there."""
 
-    def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
-        return super()._bound(tokens, np.zeros_like(past) if tokens.shape[1] > 1 else past, outputs, samples)
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        begin = np.zeros_like(past) if tokens.shape[1] > 1 else past
+        return super()._bound(tokens, begin, kept, outputs, samples)
+
+
+class AnswersOfFirst(Decoder):
+    """A prompt gives the outputs of its first token."""
+
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        return super()._bound(tokens, past, kept if len(kept) > 1 else self._indices[:1], outputs, samples)
+
+
+class AnswersOneEarlier(Decoder):
+    """A prompt gives the outputs of its last token but one."""
+
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        at = max(kept[-1] - 1, 0)
+        return super()._bound(tokens, past, kept if len(kept) > 1 else self._indices[at : at + 1], outputs, samples)
 
 
 class StaleToken(Decoder):
@@ -342,8 +366,10 @@ class ForkReversed(_Forking):
 class OutputsLost(Decoder):
     """The values that a step writes are lost, as if input and output were separate buffers."""
 
-    def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
-        run = super()._bound(tokens, past, outputs, samples)
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        run = super()._bound(tokens, past, kept, outputs, samples)
         values = [spec.value.name for spec in self._step.decoding.caches]
 
         def lost() -> None:
@@ -358,8 +384,10 @@ class OutputsLost(Decoder):
 class CachesExchanged(Decoder):
     """A step returns the layers' keys in the wrong order."""
 
-    def _bound(self, tokens: Array, past: Array, outputs: Mapping[str, Array], samples: slice) -> Callable[[], None]:
-        run = super()._bound(tokens, past, outputs, samples)
+    def _bound(
+        self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
+    ) -> Callable[[], None]:
+        run = super()._bound(tokens, past, kept, outputs, samples)
         first, *_, last = (spec.key.name for spec in self._step.decoding.caches)
 
         def exchanged() -> None:
