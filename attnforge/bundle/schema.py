@@ -439,6 +439,8 @@ class Wrong(StoredRecord):
 
     def text(self) -> str:
         where = f" at {self.module}, {self.operator} {self.tensor}" if self.tensor else ""
+        if self.operator == "DequantizeLinear" and self.cause in ("clipping", "outlier channel", "quantisation"):
+            where = f" at the input of {self.module}"
         return f"{self.cause}{where}: {self.evidence}"
 
 

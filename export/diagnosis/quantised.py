@@ -177,9 +177,7 @@ def _worst_product(quantised: Quantised) -> str:
     worst = max(quantised.products, key=lambda product: product.error, default=None)
     if worst is None:
         return "no product is quantised"
-    return (
-        f"{worst.module} has the largest error by itself, weights and input: {scientific(worst.error)} ({worst.name})"
-    )
+    return f"{worst.module} has the largest error by itself, weights and input: {scientific(worst.error)}"
 
 
 def error_without(trace: Trace, tensor: str) -> float:
@@ -219,7 +217,7 @@ def _clipped(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     if lost <= HALVED * total or not beyond.any():
         return None
     return "clipping", (
-        f"{beyond.mean():.2%} of the numbers of {step.source} are beyond its range of ±{limit:.3g}, up to "
+        f"{beyond.mean():.2%} of its numbers are beyond its range of ±{limit:.3g}, up to "
         f"{np.abs(numbers).max():.3g}, and clipped, which is {lost / total:.0%} of the squared error there; calibrate "
         "with data like this, or quantise by token"
     )
@@ -251,7 +249,7 @@ def _outliers(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     named = ", ".join(map(str, channels[:LISTED])) + (", …" if count > LISTED else "")
     noun, verb = ("channel", "takes") if count == 1 else ("channels", "take")
     return "outlier channel", (
-        f"{noun} {named} of {step.source} {verb} up the range: at most {peaks[order[0]]:.3g}, where all others are at "
+        f"{noun} {named} {verb} up the range: at most {peaks[order[0]]:.3g}, where all others are at "
         f"most {peaks[others].max():.3g}, and so have {peaks[others].max() / step.scale:.0f} steps on each side; "
         f"with a range of their own their error would be {error / alone:.0f} times smaller. Real data allows balancing "
         "channels"

@@ -402,7 +402,9 @@ class _Input:
                 x, scale = like(op.Div(x, made[0]), x), 1 / form.scheme.most
             step, zero = constant(op, scale, FLOAT), constant(op, 0, form.scheme.dtype)
             quantised = like(op.QuantizeLinear(x, step, zero), x, form.scheme.dtype)
-            return like(op.DequantizeLinear(quantised, step, zero), x)
+            result = like(op.DequantizeLinear(quantised, step, zero), x)
+            _place(op, product.node)
+            return result
 
         value = insert(graph, product.node, write, stem=f"{product.name}/input")
         return cls(value, made[0])
@@ -419,10 +421,19 @@ def _quantise(graph: ir.Graph, product: Product, form: Quantisation, quantised: 
         result = like(op.op("MatMul", [quantised.value, dequantised], name=name), node.outputs[0])
         if quantised.largest is not None:
             result = like(op.Mul(result, quantised.largest), node.outputs[0])
-        return result if product.bias is None else like(op.Add(result, product.bias), node.outputs[0])
+        if product.bias is not None:
+            result = like(op.Add(result, product.bias), node.outputs[0])
+        _place(op, node)
+        return result
 
     replace_value(node.outputs[0], insert(graph, node, write, stem=f"{product.name}/product"))
     graph.remove(node, safe=True)
+
+
+def _place(op: Builder, node: ir.Node) -> None:
+    """Note that new nodes belong to a product's module, and to its line of code."""
+    for new in op.nodes:
+        new.metadata_props.update(node.metadata_props)
 
 
 def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
