@@ -129,7 +129,7 @@ def test_channels_that_take_the_range_are_few(count: int) -> None:
         assert cause is None
         return
     assert cause is not None and cause[0] == "outlier channel"
-    assert cause[1].startswith(["channel 5 of t takes", "channels 5, 6 of t take"][count - 1])
+    assert cause[1].startswith(["channel 5 takes", "channels 5, 6 take"][count - 1])
     assert why_costly(step(most=448, scale=1 / 448), source) is None  # floating-point steps are as fine there
 
 
