@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, dims_of, insert, typed
-from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, inputs_of, is_op, rank_of
+from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, inputs_of, is_op, maker_of, rank_of
 
 KEPT = "kept"
 """Name of the input with the tokens of a call whose results are computed."""
@@ -25,17 +25,21 @@ def last_products(graph: ir.Graph, by_token: set[ir.Value], by_count: set[ir.Val
     return [_product(output, by_token, by_count) for output in graph.outputs]
 
 
-def _product(value: ir.Value, by_token: set[ir.Value], by_count: set[ir.Value]) -> ir.Node | None:
-    users = 0  # an output has none
-    while (node := value.producer()) is not None and len(value.uses()) == users:
+def _product(output: ir.Value, by_token: set[ir.Value], by_count: set[ir.Value]) -> ir.Node | None:
+    value = output
+    while (node := value.producer()) is not None:
+        expected = (0, True) if value is output else (1, False)
+        if (len(value.uses()), value.is_graph_output()) != expected:
+            return None
         read = [each for each in inputs_of(node) if each in by_token]
         if len(node.outputs) != 1 or len(read) != 1 or not by_count.isdisjoint(inputs_of(node)):
             return None
         if is_op(node, "MatMul"):
-            return node if read[0] is node.inputs[0] and rank_of(read[0]) == 3 else None
+            is_rounded = is_op(maker_of(read[0]), "DequantizeLinear")  # which has to stay next to the product
+            return node if read[0] is node.inputs[0] and rank_of(read[0]) == 3 and not is_rounded else None
         if not is_op(node, *BY_ELEMENT) or dims_of(read[0])[:2] != dims_of(node.outputs[0])[:2]:
             return None
-        value, users = read[0], 1
+        value = read[0]
     return None
 
 
@@ -66,7 +70,7 @@ def _taken(graph: ir.Graph, at: ir.Node, value: ir.Value, kept: ir.Value, after:
     def take(op: Builder) -> ir.Value:
         return typed(op.Gather(value, kept, axis=1), value.dtype, _dims(value, kept))
 
-    return insert(graph, at, take, after, stem=f"{at.name}/{KEPT}")
+    return insert(graph, at, take, after, stem=f"{at.name}/{value.name}/{KEPT}")
 
 
 def _dims(value: ir.Value, kept: ir.Value) -> list[int | ir.SymbolicDim]:

@@ -46,7 +46,10 @@ class RowOrder:
     def why_mixing(self, node: ir.Node) -> str | None:
         """Follow a node; why it mixes tokens, if it does."""
         if is_op(node, *_RESHAPES):
-            return None if self._keeps_rows(node) else "regroups the tokens"
+            try:
+                return None if self._keeps_rows(node) else "regroups the tokens"
+            except LayoutError as error:
+                return f"cannot be followed: {error}"
         sources = [value for value in inputs_of(node) if value in self._by_token]
         for result in node.outputs:
             sizes = self._sizes(result)
@@ -61,10 +64,7 @@ class RowOrder:
     def _keeps_rows(self, node: ir.Node) -> bool:
         """Whether a view leaves every number with its token."""
         source, result = input_of(node), node.outputs[0]
-        try:
-            before, sizes = self._before(source), sizes_of(result)
-        except LayoutError:
-            return False
+        before, sizes = self._before(source), sizes_of(result)
         axes = token_axes(result, self._tokens)
         for axis, runs in zip(axes, before, strict=False):
             within = runs and runs.divide(product(sizes[:axis]))

@@ -153,6 +153,8 @@ def _indexed(node: ir.Node, rank: int) -> set[int]:
 def _indexes_some(source: ir.Value, indices: ir.Value, tokens: str) -> bool:
     """Whether an operator that indexes every element may have indices for some of the tokens only."""
     axes = {*token_axes(source, tokens), *token_axes(indices, tokens)}
+    if source.shape is None or indices.shape is None:
+        return True
     sizes, indexed = sizes_of(source), sizes_of(indices)
     return any(sizes[axis] != indexed[axis] for axis in axes)
 

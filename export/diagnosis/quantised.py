@@ -157,6 +157,8 @@ def costliest_step(trace: Trace, quantised: Quantised) -> Finding:
     only_rounding: tuple[Cause, str] = ("quantisation", f"rounding it has an error of {scientific(tensor.own)}")
     cause, why = why_costly(costliest, trace.stored[costliest.source]) or only_rounding
     module = _modules(costliest, quantised)
+    if not costliest.is_input:  # a module's attention has several operands
+        why = f"of {costliest.source}, {why}"
     evidence = (
         f"{why}. Rounding inputs costs the outputs {scientific(trace.error)}, and {scientific(left)} without that of "
         f"{module}, which costs most; {worst}"

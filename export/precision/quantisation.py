@@ -431,7 +431,7 @@ def _quantise(graph: ir.Graph, product: Product, form: Quantisation, quantised: 
 
 
 def _place(op: Builder, node: ir.Node) -> None:
-    """Note that new nodes belong to a product's module, and to its line of code."""
+    """Note that new nodes belong to a node's module, and to its line of code."""
     for new in op.nodes:
         new.metadata_props.update(node.metadata_props)
 
@@ -445,7 +445,9 @@ def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
     ]
 
     def write(op: Builder) -> ir.Value:
-        return typed(op.op("DequantizeLinear", stored, {"axis": 0}), FLOAT, numbers.shape)
+        rows = typed(op.op("DequantizeLinear", stored, {"axis": 0}), FLOAT, numbers.shape)
+        _place(op, table.lookups[0])
+        return rows
 
     dequantised = insert(graph, table.lookups[0], write, stem=f"{table.name}/table")
     for lookup in table.lookups:

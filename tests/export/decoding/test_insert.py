@@ -526,7 +526,28 @@ class Shared(Causal):
         return logits, logits.softmax(-1)
 
 
-@pytest.mark.parametrize(("kind", "taken"), [(Causal, [WIDTH]), (Pair, [WIDTH, WIDTH]), (Shared, [WORDS, WORDS])])
+class LogitsAndGates(Causal):
+    """An output is read by the operator that computes another one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits, logits.sigmoid()
+
+
+class GatesAndLogits(Causal):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits.sigmoid(), logits
+
+
+TAKEN = {
+    Causal: [WIDTH], Pair: [WIDTH, WIDTH], Shared: [WORDS, WORDS], LogitsAndGates: [WORDS, WORDS],
+    GatesAndLogits: [WORDS, WORDS],
+}  # fmt: skip
+"""The last dims of what is taken for the outputs."""
+
+
+@pytest.mark.parametrize(("kind", "taken"), TAKEN.items())
 def test_the_head_runs_on_tokens_whose_outputs_are_wanted(kind: type[Causal], taken: list[int], tmp_path: Path) -> None:
     module, args = kind().eval(), (torch.randint(0, WORDS, (2, 9)),)
     shapes = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=16)}}
