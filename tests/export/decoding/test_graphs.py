@@ -33,7 +33,7 @@ def test_both_steps_are_the_same_function(decoders: DeployDecoder, kind: str) ->
         spec.name: rng.standard_normal((3, *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
         for spec in decoding.tensors
     }
-    feeds = {"input_ids": ids(3, 1), "past": past, **caches}
+    feeds = {"input_ids": ids(3, 1), "past": past, "kept": np.zeros(1, np.int64), **caches}
     canonical, deployed = (
         in_float64(load_graph(bundle, name))(feeds)
         for name in (CANONICAL, bundle.manifest.targets["onnxruntime"].model)
