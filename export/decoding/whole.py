@@ -67,12 +67,12 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
 
 def _keep_all(graph: ir.Graph, kept: ir.Value, tokens: ir.Value) -> None:
     """Make outputs those of all tokens."""
+    (dim,), count_dim = dims_of(kept), dims_of(tokens)[1]
 
     def every(op: Builder) -> ir.Value:
         count = op.Squeeze(op.Shape(tokens, start=1, end=2), constant(op, [0]))
         return typed(op.Range(constant(op, 0), count, constant(op, 1)), INT64, [count_dim])
 
-    (dim,), count_dim = dims_of(kept), dims_of(tokens)[1]
     ir.convenience.replace_all_uses_with(kept, insert(graph, graph[0], every, stem=f"without past/{kept.name}"))
     graph.inputs.remove(kept)
     for value in (output for node in graph for output in node.outputs if output.shape is not None):

@@ -4,6 +4,7 @@ cache for the whole sequence."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +36,17 @@ def token_by_token(decoder: Decoder, tokens: Tokens) -> Taken:
 
 
 def in_pieces(decoder: Decoder, tokens: Tokens) -> Taken:
-    """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens; the last piece again, as a prompt whose last outputs alone
-    are wanted."""
-    answers, first, length, piece = None, 0, 1, tokens
+    """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens. The outputs for the very last token are those of a fork
+    that receives the last piece as a prompt, for which no other outputs are computed."""
+    answers, first, length = None, 0, 1
+    last: Any = None
     while first < tokens.shape[1]:
         piece = tokens[:, first : first + length]
-        answers = _joined(answers, decoder.extend(piece))
         first, length = first + length, 2 * length + 1
+        if first >= tokens.shape[1]:
+            last = decoder.fork().prefill(piece)
+        answers = _joined(answers, decoder.extend(piece))
     assert answers is not None
-    decoder.crop(tokens.shape[1] - piece.shape[1])
-    last = decoder.prefill(piece)
     for name, samples in answers.items():
         for sample, answer in zip(samples, last[name] if isinstance(last, dict) else last, strict=True):
             sample[-1] = answer
