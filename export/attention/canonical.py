@@ -41,6 +41,10 @@ SLOPES = "attnforge.slopes"
 """Metadata of an Attention node that reads a cache: the ALiBi slope of each head, which is what a score grows by per
 position of the key. No bias without this entry. The node's mask encodes the same."""
 
+SINKS = "attnforge.sinks"
+"""Metadata of an Attention node that reads a cache: the score of each head's attention sink. No sinks without this
+entry. A first key and value of zeros and the first column of the node's mask encode the same."""
+
 PLACES = "attnforge.places"
 """Metadata of the node in a decoder step that computes the cache positions of the new tokens, `(batch, tokens)`: the
 positions after each sample's cached tokens."""

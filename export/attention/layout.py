@@ -142,8 +142,13 @@ def after_view(node: ir.Node, before: Layout) -> Layout:
     return before.regrouped(sizes_of(node.outputs[0]))
 
 
-def before_expand(node: ir.Node, after: Layout) -> Layout:
+def before_expand(node: ir.Node, after: Layout, *, sized: bool = False) -> Layout:
     """The layout of an Expand's input, given its output's: without the axes along which it repeats.
+
+    Args:
+        node: the Expand.
+        after: the layout of its output.
+        sized: whether the sizes of the axes can be read elsewhere.
 
     Raises:
         LayoutError: it repeats along a dim of dynamic size, which cannot be read from the input.
@@ -151,7 +156,7 @@ def before_expand(node: ir.Node, after: Layout) -> Layout:
     sizes = sizes_of(input_of(node))
     kept = after.dims[len(after) - len(sizes) :]
     before = Layout(() if size == ONE else dim for size, dim in zip(sizes, kept, strict=True))
-    if any(not axis.size.is_static for axis in set(after.axes) - set(before.axes)):
+    if not sized and any(not axis.size.is_static for axis in set(after.axes) - set(before.axes)):
         raise LayoutError("an Expand along a dynamic dim")
     return before
 
@@ -160,20 +165,21 @@ def is_view(node: ir.Node | None) -> bool:
     return is_op(node, *VIEWS)
 
 
-def before_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
+def before_views(value: ir.Value, layout: Layout, *, sized: bool = False) -> tuple[ir.Value, Layout]:
     """The value before all views and Expands that lead to `value`, and its layout.
 
     The walk passes values whose shape does not give the size of every axis (all flattened into one dim, say), and
-    returns the furthest value whose shape does.
+    returns the furthest value whose shape does; or just the furthest, if sizes can be read elsewhere (`sized`).
     """
     furthest = value, layout
     while (node := value.producer()) is not None and is_op(node, *VIEWS, "Expand"):
         try:
-            layout = before_expand(node, layout) if node.op_type == "Expand" else before_view(node, layout)
+            is_expand = node.op_type == "Expand"
+            layout = before_expand(node, layout, sized=sized) if is_expand else before_view(node, layout)
         except LayoutError:
             break
         value = input_of(node)
-        if all(axis.size.is_static or _holder(axis, layout) is not None for axis in layout.axes):
+        if sized or all(axis.size.is_static or _holder(axis, layout) is not None for axis in layout.axes):
             furthest = value, layout
     return furthest
 

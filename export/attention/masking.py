@@ -11,15 +11,15 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
-from attnforge.export.attention.layout import Layout
+from attnforge.export.attention.layout import Layout, before_views
 from attnforge.export.attention.operands import Operand, same_value, without_not
 from attnforge.export.attention.softmax import one_axis
 from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
 from attnforge.export.attention.walk_forward import WeightSteps, Zeroing
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
-from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op
-from attnforge.export.graphs.sizes import ONE, sizes_of
+from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
 BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
 
@@ -227,14 +227,26 @@ def representable(number: float, dtype: ir.DataType) -> float:
 
 # --- attention sinks --------------------------------------------------------------------------------------------------
 
+# A key of zeros has the score that the mask adds, and a value of zeros adds nothing to the output. So sinks are tokens
+# of zeros in keys and values, and their scores are columns of the mask.
 
-def with_zeros(op: Builder, x: ir.Value, sink: Sink) -> ir.Value:
-    """Keys or values `(B, H', n_k, d)` padded with zeros for the sinks: their score is the mask alone, and they add
-    nothing to the output."""
+TOKENS = 2
+"""The dim of keys and values in which zeros stand for sinks."""
+
+
+def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool, total: Size) -> ir.Value:
+    """Write keys or values with zeros for sinks.
+
+    Args:
+        op: records the nodes.
+        x: `(B, H', n_k, d)`.
+        count: number of sinks.
+        first: whether the sinks come before the keys.
+        total: number of keys and sinks.
+    """
     pads = [0] * 8
-    pads[2 if sink.first else 6] = sink.count
-    shape = [*dims_of(x)[:2], sink.joint.size.dim(), dims_of(x)[3]]
-    return typed(op.Pad(x, constant(op, pads)), x.dtype, shape)
+    pads[TOKENS if first else TOKENS + 4] = count
+    return typed(op.Pad(x, constant(op, pads)), x.dtype, [*dims_of(x)[:2], total.dim(), dims_of(x)[3]])
 
 
 def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Value:
@@ -257,3 +269,50 @@ def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Valu
         scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)
     parts = (scores, mask) if sink.first else (mask, scores)
     return typed(op.Concat(*parts, axis=3), dtype, [*dims_of(mask)[:3], sink.joint.size.dim()])
+
+
+def before_sinks(x: ir.Value) -> ir.Value:
+    """Keys or values of a canonical node without the zeros for sinks; `x` itself if it has none."""
+    return x if _zeros(x) is None else input_of(x.producer())  # type: ignore[arg-type]
+
+
+def _zeros(x: ir.Value | None) -> tuple[int, bool] | None:
+    """How many tokens of zeros a Pad adds to `x`, and whether before its own; None if it does something else."""
+    node = maker_of(x)
+    if not is_op(node, "Pad") or len(node.inputs) > 2 or node.attributes.get_string("mode", "constant") != "constant":
+        return None
+    pads = constant_of(node.inputs[1])
+    if pads is None or pads.size != 8 or np.count_nonzero(pads) != 1 or pads.max() <= 0:
+        return None
+    (place,) = np.flatnonzero(pads)
+    return (int(pads.max()), place == TOKENS) if place % 4 == TOKENS else None
+
+
+def take_sinks(node: ir.Node) -> tuple[float, ...] | None:
+    """Remove the sinks of a canonical node, in place.
+
+    Returns:
+        The score of each head's sinks together, which is the logarithm of the sum of their exponentials; None if the
+        node has no sinks.
+
+    Raises:
+        NotAttention: the scores are not constants, with one number per sink and head.
+    """
+    key, value, joint = input_of(node, 1), input_of(node, 2), maker_of(optional_input(node, 3))
+    zeros = _zeros(key)
+    if zeros is None or _zeros(value) != zeros or not is_op(joint, "Concat") or len(joint.inputs) != 2:
+        return None
+    count, first = zeros
+    column, mask = (input_of(joint, i) for i in ((0, 1) if first else (1, 0)))
+    if joint.attributes.get_int("axis", 0) not in (3, -1) or sizes_of(column)[3] != Size(count):
+        return None
+    layout, heads = Layout.fresh(column), sizes_of(input_of(node))[1]
+    source, varies = before_views(column, layout, sized=True)
+    numbers, along = constant_of(source), [axis for dim in (1, 3) for axis in layout.dims[dim] if axis in varies.axes]
+    if numbers is None or along != [*varies.axes] or numbers.size not in (count, count * heads.factor):
+        raise NotAttention("the scores of its attention sinks are not constants of each head")
+    scores = np.logaddexp.reduce(np.asarray(numbers, np.float64).reshape(-1, count), axis=1)
+    node.replace_input_with(1, before_sinks(key))
+    node.replace_input_with(2, before_sinks(value))
+    node.replace_input_with(3, mask)
+    return tuple(np.broadcast_to(scores, heads.factor).tolist())

@@ -67,6 +67,8 @@ def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
 
 
 def _emit(op: Builder, reading: Reading, name: str) -> ir.Value:
+    if reading.sinks is not None:
+        raise NotAttention("a GroupQueryAttention with attention sinks")
     masks = [mask for mask in reading.masks if not _is_idle(mask)]
     # With a mask, causality becomes part of it: both together may mask a row fully that neither masks alone.
     plain_causal = reading.is_causal and reading.offset is None and not reading.is_windowed and not masks

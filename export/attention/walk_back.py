@@ -385,7 +385,8 @@ def _from_concat(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores
             reasons.append(f"{column.name!r} has a dynamic number of sinks")
             continue
         keys, sinks = Axis(sizes_of(source)[axis]), Axis(count)
-        operand = Operand(*before_views(column, position.layout.with_dim(axis, (sinks,) if count != ONE else ())))
+        layout = position.layout.with_dim(axis, (sinks,) if count != ONE else ())
+        operand = Operand(*before_views(column, layout, sized=True))
         sink = Sink(operand, steps.scale, count.factor, i == 1, position.softmax_axis, keys)
         scores = walk_to_product(
             Position(source, position.layout.with_dim(axis, (keys,)), keys), replace(steps, sink=sink)

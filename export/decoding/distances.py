@@ -29,7 +29,7 @@ from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.sizes import ONE, Size
-from attnforge.export.lowering.attention import Slopes
+from attnforge.export.lowering.attention import ByHead
 from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
@@ -72,7 +72,7 @@ Cases = list[tuple[isl.Set, Line]]
 """Lines with the conditions under which each applies. For every pair, one condition is True."""
 
 
-def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Slopes]:
+def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, ByHead]:
     """The visible pairs and the ALiBi slopes of a canonical Attention node's mask.
 
     Args:
@@ -94,7 +94,7 @@ def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Sl
         raise NotByDistance("its graph is too large") from None
 
 
-def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, Slopes]:
+def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, ByHead]:
     query, key, mask = (input_of(node, i) for i in (0, 1, 3))
     heads = dims_of(query)[1]
     if not isinstance(heads, int):

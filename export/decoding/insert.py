@@ -26,18 +26,20 @@ from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.emit import shared_heads
-from attnforge.export.attention.layout import Layout, rearrange
+from attnforge.export.attention.layout import Axis, Layout, before_views, rearrange
+from attnforge.export.attention.masking import before_sinks, take_sinks, with_zeros
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.decoding.distances import NotByDistance, TooFewPositions, slopes_of
 from attnforge.export.decoding.kept import KEPT, compute_kept, last_products
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, constant, insert, like, typed
 from attnforge.export.graphs.nodes import numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
-from attnforge.export.graphs.sizes import Size
-from attnforge.export.lowering.attention import Attention, Seen, Slopes, attentions
+from attnforge.export.graphs.sizes import Size, sizes_of
+from attnforge.export.lowering.attention import Attention, ByHead, Seen, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask
 from attnforge.export.masks.visibility import Visibility, visibility
@@ -94,9 +96,12 @@ def with_cache(
     graph = model.graph
     tokens = _tokens(graph, inputs, outputs, capacity)
     symbol = tokens.count.symbol
+    sinks = _take_sinks(graph, sites)
     attended = list(attentions(model, sites))
     _check_sites(sites, attended)
-    seen = {a.node.name: _seen(site, a, tokens.count, capacity) for site, a in attended}
+    seen = {
+        a.node.name: replace(_seen(site, a, tokens.count, capacity), sinks=sinks[a.node.name]) for site, a in attended
+    }
     for _, a in attended:  # their masks are rewritten, so the nodes that compute the old ones need no check
         a.node.resize_inputs(3)
         a.node.attributes.pop("is_causal", None)
@@ -116,7 +121,7 @@ def with_cache(
         mask = seen[a.node.name], a.dtype
         if mask not in masks:
             masks[mask] = _mask(graph, positions, *mask, capacity, stem=f"decoding/mask{len(masks) or ''}")
-        keys, values = _cached(graph, a, tokens, past, i, capacity)
+        keys, values = _cached(graph, a, tokens, past, i, capacity, mask[0].sinks is not None)
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
         a.node.metadata_props.update(mask[0].metadata)
@@ -193,6 +198,22 @@ def _check_sites(sites: Sequence[Site], attended: Sequence[tuple[Site, Attention
         raise UsageError("the model has no attention, so there is nothing to cache; omit cache_tokens")
 
 
+def _take_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, ByHead | None]:
+    """Remove the attention sinks of all sites; return their scores, by the name of the canonical node.
+
+    Raises:
+        UsageError: they are not constants.
+    """
+    names: dict[str | None, str] = {site.node: site.name for site in sites if site.node is not None}
+    sinks: dict[str | None, ByHead | None] = {}
+    for node in (node for node in graph if node.name in names):
+        try:
+            sinks[node.name] = take_sinks(node)
+        except NotAttention as reason:
+            raise UsageError(f"{names[node.name]} has no cache: {reason}") from None
+    return sinks
+
+
 def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
     """What a query sees of itself and earlier tokens.
 
@@ -238,7 +259,7 @@ def _of_band(band: Band) -> Seen | None:
     return Seen(band.most + 1) if band.is_window and band.least == 0 and band.is_all else None
 
 
-def _slopes(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> tuple[Visibility, Slopes]:
+def _slopes(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> tuple[Visibility, ByHead]:
     """As :func:`slopes_of`, but reports if there are no slopes only because the cache is longer than a call.
 
     Raises:
@@ -296,7 +317,7 @@ def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, 
 
 
 def _cached(
-    graph: ir.Graph, a: Attention, tokens: _Tokens, past: ir.Value, number: int, capacity: int
+    graph: ir.Graph, a: Attention, tokens: _Tokens, past: ir.Value, number: int, capacity: int, has_sinks: bool
 ) -> list[TensorSpec]:
     """Add the caches of keys and of values of a site as inputs and outputs of the graph, and make attention read them;
     return their specs, `(batch, key heads, capacity, size)`."""
@@ -317,6 +338,9 @@ def _cached(
         if rounded is not None:
             restore = partial(rounded.restored, stored=after)
             after = insert(graph, a.node, restore, stem=f"{a.node.name}/{role} restored")
+        if has_sinks:
+            zeros = partial(with_zeros, x=after, count=1, first=True, total=Size(capacity + 1))
+            after = insert(graph, a.node, zeros, stem=f"{a.node.name}/{role} with sinks")
         a.node.replace_input_with(index, after)
     return specs
 
@@ -332,10 +356,15 @@ def _write(
 
 def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layout]]:
     """Keys and values of a site, each with its layout in a cache, `(batch, key heads, tokens, size)`. What several
-    query heads share is stored once: the heads are those of the tensors before they are repeated."""
+    query heads share is stored once: the heads are those of the tensors before they are repeated. Sinks are not
+    stored."""
     heads = shared_heads(tuple(a.layout("H_kv").axes), a.key.layout, a.value.layout)
-    key, value = (
-        (operand, Layout([*a.layout("B").dims, heads, *a.layout("n_k", size).dims]))
-        for operand, size in ((a.key, "d_k"), (a.value, "d_v"))
-    )
-    return key, value
+    kept = []
+    for read, operand, size in zip(a.node.inputs[1:3], a.operands[1:], ("d_k", "d_v"), strict=True):
+        assert read is not None
+        tokens, own = a.layout("n_k").dims, before_sinks(read)
+        if own is not read:
+            tokens = [(Axis(sizes_of(own)[2]),)]
+            operand = Operand(*before_views(own, Layout([*a.layout("B", "H_kv").dims, *tokens, *a.layout(size).dims])))
+        kept.append((operand, Layout([*a.layout("B").dims, heads, *tokens, *a.layout(size).dims])))
+    return kept[0], kept[1]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, Bundle, Decoding
-from attnforge.export.attention.canonical import SLOPES, WINDOW
+from attnforge.export.attention.canonical import SINKS, WINDOW
+from attnforge.export.attention.masking import before_sinks, with_zeros
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
 from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
-from attnforge.export.lowering.attention import writer_of
+from attnforge.export.graphs.sizes import Size, sizes_of
+from attnforge.export.lowering.attention import BY_HEAD, writer_of
 
 INT64 = ir.DataType.INT64
 
@@ -81,19 +85,25 @@ def _keep_all(graph: ir.Graph, kept: ir.Value, tokens: ir.Value) -> None:
 
 def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
     """Make a canonical node read the new keys and values instead of a cache that contains only them."""
-    for name in (WINDOW, SLOPES):
+    mask, query = input_of(node, 3), input_of(node)
+    (tokens,), sinks = sizes_of(query)[2:3], int(SINKS in node.metadata_props)
+    attended = Size(1, (f"({tokens.dim()} + {sinks})",)) if sinks else tokens
+    for name in (WINDOW, *BY_HEAD):
         node.metadata_props.pop(name, None)
     for index in (1, 2):
-        read = node.inputs[index]
+        read = before_sinks(input_of(node, index))
         new = input_of(writer_of(read), 1)
         rounded = InInt8.of_stored(new, read)
         if rounded is not None:
             new = insert(graph, node, rounded.restored, stem=f"{node.name}/without past/{index}")
+        if sinks:
+            zeros = partial(with_zeros, x=new, count=sinks, first=True, total=attended)
+            new = insert(graph, node, zeros, stem=f"{node.name}/without past/{index} with sinks")
         node.replace_input_with(index, new)
-    mask, query = input_of(node, 3), input_of(node)
 
     def first(op: Builder) -> ir.Value:
-        part = op.Slice(mask, constant(op, [0]), op.Shape(query, start=2, end=3), constant(op, [3]))
-        return typed(part, mask.dtype, [*dims_of(mask)[:3], dims_of(query)[2]])
+        end = op.Add(op.Shape(query, start=2, end=3), constant(op, [sinks]))
+        part = op.Slice(mask, constant(op, [0]), end, constant(op, [3]))
+        return typed(part, mask.dtype, [*dims_of(mask)[:3], attended.dim()])
 
     node.replace_input_with(3, insert(graph, node, first, stem=f"{node.name}/mask without past"))

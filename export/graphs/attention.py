@@ -40,6 +40,7 @@ class Reading:
         silent_rows_are_nan: whether fully masked rows are NaN instead of zeros.
         in_buffer: whether keys and values are in a buffer that may be longer than the keys in it.
         packed_output: whether the output is `(B, n_q, H·d_v)` instead of `(B, H, n_q, d_v)`.
+        sinks: `(H,)`, the score of each head's attention sink.
         present: the keys and values that are the operator's outputs 1 and 2.
     """
 
@@ -56,6 +57,7 @@ class Reading:
     silent_rows_are_nan: bool = True
     in_buffer: bool = False
     packed_output: bool = True
+    sinks: ir.Value | None = None
     present: tuple[ir.Value, ...] = ()
 
     def masked(self, *masks: ir.Value) -> Reading:
@@ -129,7 +131,14 @@ def products(op: Builder, reading: Reading) -> Products:
     low = constant(op, -np.inf, dtype)
     for mask in (*reading.masks, *(reach(op, reading) if reading.is_causal or reading.is_windowed else ())):
         scores = like(op.Where(mask, scores, low) if mask.dtype == BOOL else op.Add(scores, mask), scores)
-    weights = like(op.Softmax(scores, axis=-1), scores)
+    if reading.sinks is None:
+        weights = like(op.Softmax(scores, axis=-1), scores)
+    else:
+        first, after_all = constant(op, [0]), op.Shape(key, start=2, end=3)
+        column = op.Reshape(reading.sinks, constant(op, [1, -1, 1, 1]))
+        column = op.Expand(column, op.Concat(op.Shape(scores, end=3), constant(op, [1]), axis=0))
+        joined = op.Softmax(op.Concat(scores, column, axis=3), axis=-1)
+        weights = like(op.Slice(joined, first, after_all, constant(op, [3])), scores)
     output = typed(op.MatMul(weights, value), dtype, [*dims[:3], dims_of(value)[3]])
     if (reading.masks or reading.window[0] >= 0) and not reading.silent_rows_are_nan:
         highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)

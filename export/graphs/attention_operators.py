@@ -107,10 +107,11 @@ def _packed_attention(op: Builder, node: ir.Node) -> Reading:
 def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
     """com.microsoft GroupQueryAttention, which is always causal: over each sample's first tokens, or after those of a
     past in a buffer of fixed size. A bias has as many keys as the longest sample."""
-    query, key, value, past_key, past_value, lengths, _, cosine, sine, positions, added, *others = _inputs(node, 14)
+    query, key, value, past_key, past_value, lengths, _, *others = _inputs(node, 14)
+    cosine, sine, positions, added, sinks, *scales = others
     heads, shared = _integer(node, "num_heads"), _integer(node, "kv_num_heads")
-    if node.attributes.get_int("smooth_softmax", 0) == 1 or any(v is not None for v in others):
-        raise NotAttention("a GroupQueryAttention with sinks or a quantised cache")
+    if node.attributes.get_int("smooth_softmax", 0) == 1 or any(v is not None for v in scales):
+        raise NotAttention("a GroupQueryAttention with a smooth softmax or a quantised cache")
     if key is None:  # all packed: (B, n, (H + 2·H')·d)
         query, key, value = _unpacked(op, query, heads, shared)
     query, key, value = (_split(op, x, h) for x, h in ((query, heads), (key, shared), (value, shared)))
@@ -136,7 +137,8 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
     reading = Reading(
         query, key, value, scale_of(node, query), is_causal=True, offset=offset,
         window=(window - 1 if window >= 0 else -1, -1), softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
-        in_buffer=past_key is not None or any(is_used(output) for output in node.outputs[1:]), present=present,
+        in_buffer=past_key is not None or any(is_used(output) for output in node.outputs[1:]), sinks=sinks,
+        present=present,
     )  # fmt: skip
     if length is not None:
         reading = reading.masked(_within(op, length, key))

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SLOPES, VALUE, WINDOW, SiteAxes
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SINKS, SLOPES, VALUE, WINDOW, SiteAxes
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Axis, Dims, Layout, Sized, after_views, before_views, rearrange
+from attnforge.export.attention.masking import before_sinks
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.build import Builder, cast, constant, like, typed
+from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.lowering.band import Band, Residue, band_of, causal_prefix_of, is_triangle, residue_of
@@ -50,8 +52,11 @@ class Lowered:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
 
-Slopes = tuple[float, ...]
-"""Increase of the score of a key per position, for each head."""
+ByHead = tuple[float, ...]
+"""One number for each head."""
+
+
+BY_HEAD = SLOPES, SINKS
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,20 @@ class Seen:
 
     Attributes:
         window: how many, itself included; None for all.
-        slopes: ALiBi slopes of the bias by distance; None without one.
+        slopes: ALiBi slopes of the bias by distance, the increase of a key's score per position; None without one.
+        sinks: scores of attention sinks; None without one.
     """
 
     window: int | None = None
-    slopes: Slopes | None = None
+    slopes: ByHead | None = None
+    sinks: ByHead | None = None
 
     @property
     def metadata(self) -> dict[str, str]:
         """Metadata of the canonical node."""
-        slopes = {} if self.slopes is None else {SLOPES: json.dumps(self.slopes)}
-        return {WINDOW: str(self.window or 0), **slopes}
+        by_head = zip(BY_HEAD, (self.slopes, self.sinks), strict=True)
+        of_heads = {name: json.dumps(numbers) for name, numbers in by_head if numbers}
+        return {WINDOW: str(self.window or 0), **of_heads}
 
     @classmethod
     def of(cls, node: ir.Node) -> Seen | None:
@@ -78,7 +86,8 @@ class Seen:
         props = node.metadata_props
         if WINDOW not in props:
             return None
-        return cls(int(props[WINDOW]) or None, tuple(json.loads(props[SLOPES])) if SLOPES in props else None)
+        by_head = (tuple(json.loads(props[name])) if name in props else None for name in BY_HEAD)
+        return cls(int(props[WINDOW]) or None, *by_head)
 
 
 @dataclass(frozen=True)
@@ -247,20 +256,21 @@ def _cached(node: ir.Node) -> Cached | None:
     seen = Seen.of(node)
     if seen is None:
         return None
-    written = [writer_of(value) for value in node.inputs[1:3]]
+    read = [before_sinks(input_of(node, i)) for i in (1, 2)]
+    written = [writer_of(value) for value in read]
     (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in written)
     next_key, next_value = (writer.outputs[0] for writer in written)
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     values = (graph.inputs[0], past, new_key, new_value, key, value, next_key, next_value)
     assert all(isinstance(value, ir.Value) for value in values)
-    rounded = [InInt8.of_stored(new, read) for new, read in zip((new_key, new_value), node.inputs[1:3], strict=True)]
+    rounded = [InInt8.of_stored(*pair) for pair in zip((new_key, new_value), read, strict=True)]
     in_int8 = (rounded[0], rounded[1]) if rounded[0] is not None and rounded[1] is not None else None
     return Cached(*values, seen=seen, in_int8=in_int8)  # type: ignore[arg-type]
 
 
 def writer_of(read: ir.Value | None) -> ir.Node:
-    """The TensorScatter that writes the cache from which an input of a canonical node is read."""
+    """The TensorScatter that writes the cache from which keys or values, without sinks, are read."""
     assert read is not None
     stored = stored_before(read)
     writer = (read if stored is None else stored).producer()

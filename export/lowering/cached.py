@@ -19,10 +19,12 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, before_views
+from attnforge.export.attention.masking import with_zeros
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.sizes import Size
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Cached, Seen, Slopes
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Seen
 from attnforge.export.lowering.rotary import before_rotation
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
@@ -30,6 +32,9 @@ INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
 
 BIAS = 10
 """Index of GroupQueryAttention's input that is added to scores."""
+
+SINKS = 11
+"""Index of GroupQueryAttention's input for the score of each head's attention sink."""
 
 SCALES = 12
 """Index of GroupQueryAttention's input for the scales of keys in int8 caches; those of values follow it."""
@@ -62,13 +67,16 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     rows = [a.arranged(op, *side) for side in sides]
     *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     inputs: list[ir.Value | None] = [*rows, cached.key, cached.value, *_lengths(cached), *tables]
+    inputs += [None] * (SCALES - len(inputs))
     if cached.seen.slopes is not None:
-        inputs += [None] * (BIAS - len(inputs))
-        inputs.append(_bias(cached, cached.seen.slopes, a.dtype))
+        inputs[BIAS] = _bias(cached, cached.seen.slopes, a.dtype)
+    if cached.seen.sinks is not None:
+        inputs[SINKS] = constant(op, cached.seen.sinks, a.dtype)
     if cached.in_int8 is not None:
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        inputs += [None] * (SCALES - len(inputs))
         inputs += [constant(op, part.scale.reshape(-1), FLOAT) for part in cached.in_int8]
+    while inputs[-1] is None:
+        inputs.pop()
     result, next_key, next_value = op.op_multi_out(
         "GroupQueryAttention", inputs, attributes, domain="com.microsoft", num_outputs=3, name=name
     )
@@ -90,7 +98,7 @@ def _shared(cached: Cached, name: str, build: Callable[[Builder], ir.Value]) -> 
     return known
 
 
-def _bias(cached: Cached, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
+def _bias(cached: Cached, slopes: ByHead, dtype: ir.DataType) -> ir.Value:
     """`(batch, heads, tokens, filled slots)`: the bias by distance."""
 
     def build(op: Builder) -> ir.Value:
@@ -146,31 +154,37 @@ def over_filled(
     count = op.Shape(a.node.inputs[0], start=2, end=3)
     end = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
     filled = Size(1, (FILLED,))
-    axes = SiteAxes({**a.axes.dims, "n_k": (Axis(filled),)})
+    has_sink = cached.seen.sinks is not None
+    attended = Size(1, (f"({FILLED} + 1)",)) if has_sink else filled
+    axes = SiteAxes({**a.axes.dims, "n_k": (Axis(attended),)})
 
-    def first(value: ir.Value, axis: int) -> ir.Value:
+    def first(value: ir.Value, axis: int, end: ir.Value, size: Size) -> ir.Value:
         """The slots up to `end`."""
         assert value.dtype is not None
         part = op.Slice(value, constant(op, [0]), end, constant(op, [axis]))
         dims = dims_of(value)
-        dims[axis] = filled.dim()
+        dims[axis] = size.dim()
         return typed(part, value.dtype, dims)
 
-    restore = [None, None] if cached.in_int8 is None else cached.in_int8
-    parts = (
-        first(filled, 2) if part is None else part.restored(op, first(filled, 2))
-        for filled, part in zip((cached.next_key, cached.next_value), restore, strict=True)
-    )
+    def read(after: ir.Value, rounded: InInt8 | None) -> ir.Value:
+        """Keys or values in these slots, and zeros for the sink."""
+        part = first(after, 2, end, filled)
+        if rounded is not None:
+            part = rounded.restored(op, part)
+        return with_zeros(op, part, 1, first=True, total=attended) if has_sink else part
+
+    parts = map(read, (cached.next_key, cached.next_value), cached.in_int8 or (None, None))
     key, value = (
         Operand(part, axes.layout("B", "H_kv", "n_k", size)) for part, size in zip(parts, ("d_k", "d_v"), strict=True)
     )
-    part = replace(a, key=key, value=value, mask=first(mask, 3), axes=axes, cached=None)
+    until = op.Add(end, constant(op, [1])) if has_sink else end
+    part = replace(a, key=key, value=value, mask=first(mask, 3, until, attended), axes=axes, cached=None)
     return attend(op, part, name)
 
 
 def step_mask(op: Builder, positions: ir.Value, site: Seen, capacity: int, dtype: ir.DataType) -> ir.Value:
     """The mask of a step over all slots of a cache, `(batch, 1 or heads, tokens, capacity)`: boolean, or numeric if
-    there is a bias by distance.
+    there is a bias by distance; with attention sinks numeric, and their scores are a column before it.
 
     Args:
         op: records the nodes.
@@ -186,13 +200,21 @@ def step_mask(op: Builder, positions: ir.Value, site: Seen, capacity: int, dtype
     if site.window is not None:
         first = like(op.Sub(positions, constant(op, site.window)), positions)
         shown = like(op.And(shown, like(op.Greater(columns, first), shown)), shown)
-    if site.slopes is None:
+    if site.slopes is None and site.sinks is None:
         return shown
-    bias = _by_distance(op, columns, positions, site.slopes, dtype)
-    return like(op.Where(shown, bias, constant(op, -np.inf, dtype)), bias)
+    heads = len(site.slopes or site.sinks or ())
+    dims: list[int | ir.SymbolicDim] = [batch, heads, tokens, capacity]
+    bias = constant(op, np.zeros((1, heads, 1, 1)), dtype)
+    if site.slopes is not None:
+        bias = _by_distance(op, columns, positions, site.slopes, dtype)
+    mask = typed(op.Where(shown, bias, constant(op, -np.inf, dtype)), dtype, dims)
+    if site.sinks is None:
+        return mask
+    column = op.Expand(constant(op, np.reshape(site.sinks, [1, -1, 1, 1]), dtype), op.Shape(positions))
+    return typed(op.Concat(typed(column, dtype, [*dims[:3], 1]), mask, axis=3), dtype, [*dims[:3], capacity + 1])
 
 
-def _by_distance(op: Builder, columns: ir.Value, rows: ir.Value, slopes: Slopes, dtype: ir.DataType) -> ir.Value:
+def _by_distance(op: Builder, columns: ir.Value, rows: ir.Value, slopes: ByHead, dtype: ir.DataType) -> ir.Value:
     """`slope · (key − query)`, 0 at the query's own key.
 
     Args:

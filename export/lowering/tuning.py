@@ -26,6 +26,7 @@ from attnforge.errors import first_line
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import open_session
+from attnforge.export.graphs.sizes import sizes_of
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.cut import cut_of, work_of
 from attnforge.export.lowering.forms import Candidate, FormChoice, Row, Unmeasurable, evaluated, write
@@ -217,7 +218,7 @@ def workloads(a: Attention, sizes: Mapping[str, int]) -> list[Workload]:
     if a.cached is None:
         return [Workload(sizes)]
     batch, tokens = (str(dim) for dim in dims_of(a.cached.tokens)[:2])
-    capacity = evaluated(a.size("n_k"), sizes)
+    capacity = evaluated(sizes_of(a.cached.key)[2], sizes)
     count = min(max(evaluated(a.size("n_q"), sizes), 2), capacity)
     token, prompt = ({**sizes, batch: 1, tokens: number} for number in (1, count))
     past = capacity // 2

@@ -25,11 +25,13 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, VALUE
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import rearrange
+from attnforge.export.attention.masking import before_sinks
 from attnforge.export.decoding.insert import in_cache
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.expected_caches import with_caches
 from attnforge.export.graphs.build import Builder, insert, like
 from attnforge.export.graphs.execute import Runner, as_it_is
+from attnforge.export.graphs.nodes import input_of, maker_of
 from attnforge.export.graphs.qdq import MOST_FP8, InInt8, in_int8
 from attnforge.export.lowering.attention import Attention, attention_of, attentions, in_fp8
 from attnforge.export.lowering.openvino import may_round_scores
@@ -191,7 +193,11 @@ def cached_operand(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
     """Write Q/DQ of keys or values in int8, in the dims of a cache."""
     (operand, layout), canonical = in_cache(a)[i - 1], a.layout(*(KEY, VALUE)[i - 1])
     kept = rearrange(op, operand.value, operand.layout, layout, a.sized)
-    return rearrange(op, InInt8.of(op, kept, np.asarray(scale)).restored(op), layout, canonical, a.sized)
+    rounded = InInt8.of(op, kept, np.asarray(scale)).restored(op)
+    read = input_of(a.node, i)
+    if (zeros := maker_of(read)) is not None and before_sinks(read) is not read:
+        return like(op.Pad(rounded, input_of(zeros, 1)), read)
+    return rearrange(op, rounded, layout, canonical, a.sized)
 
 
 # --- ranges and errors ------------------------------------------------------------------------------------------------

@@ -59,28 +59,34 @@ class _StepConversion:
         self._past: Any = None
         self._most: Any = None
         self._new: Any = None
+        self._slots = 0
 
     def scattered(self, node: Any) -> Any:
         """The filled part of a cache `(batch, heads, capacity, size)`, followed by the new rows."""
         ops = self._ops
         cache, new, past = (node.get_input(i) for i in range(3))
         rows = ops.range(_ints(0), ops.gather(ops.shape_of(new, "i64"), _ints(2), _ints(0)), _ints(1), "i64")
+        self._slots = cache.get_partial_shape()[2].get_length()
         self._past, self._most = past, ops.reduce_max(past, _ints([0]), True)
         self._new = ops.add(ops.unsqueeze(past, _ints([1])), rows)
         filled = ops.slice(cache, _ints([0]), self._most, _ints([1]), _ints([2]))
         return ops.concat([filled, new], 2).outputs()
 
     def _seen(self, mask: Any) -> Any:
-        """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows."""
+        """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows. Before
+        them stay columns for attention sinks."""
         ops = self._ops
-        filled = ops.slice(mask, _ints([0]), self._most, _ints([1]), _ints([3]))
+        count = mask.get_partial_shape()[3].get_length() - self._slots
+        sinks = [ops.slice(mask, _ints([0]), _ints([count]), _ints([1]), _ints([3]))] if count else []
+        first, new = _ints([count]), ops.add(self._new, _ints(count))
+        filled = ops.slice(mask, first, ops.add(self._most, first), _ints([1]), _ints([3]))
         slots = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")
         past = ops.less(slots, ops.unsqueeze(self._past, _ints([1, 2, 3])))  # later slots have outdated rows
         if _is_boolean(mask):
             filled = ops.logical_and(filled, past)
         else:
             filled = ops.select(past, filled, ops.convert_like(ops.constant(-np.inf, np.float32), mask))
-        return ops.concat([filled, ops.gather(mask, self._new, _ints(3), 1)], 3)
+        return ops.concat([*sinks, filled, ops.gather(mask, new, _ints(3), 1)], 3)
 
     def attended(self, node: Any) -> Any:
         """Attention of `(batch, heads, tokens, size)`. Queries that share keys are rows of one head."""

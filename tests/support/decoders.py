@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch.export import Dim
 
 from attnforge.arrays import Array
-from attnforge.bundle import Bundle
+from attnforge.bundle import Bundle, Decoding
+from attnforge.export.graphs.execute import in_float64
 from attnforge.model import Decoder, Example, build_model
 from attnforge.model.registry import DynamicShapes
 
@@ -51,3 +53,19 @@ def eager(kind: str, tokens: Array) -> Array:
     with torch.no_grad():
         logits: Array = module(torch.from_numpy(tokens)).numpy()
     return logits
+
+
+def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding) -> Any:
+    """The first output for a sequence that is fed in pieces with caches, in float64."""
+    run = in_float64(model)
+    shapes = {spec.name: [dim for dim in spec.dims[1:] if isinstance(dim, int)] for spec in decoding.tensors}
+    caches = {name: np.zeros((len(ids), *shape)) for name, shape in shapes.items()}
+    begin, answers = 0, []
+    for end in ends:
+        past, every = np.full(len(ids), begin), np.arange(end - begin)
+        step = {decoding.tokens: ids[:, begin:end], decoding.past: past, str(decoding.kept): every, **caches}
+        answer, *following = run(step).values()
+        caches = dict(zip(caches, following, strict=True))
+        answers.append(answer)
+        begin = end
+    return np.concatenate(answers, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
+from tests.support.decoders import in_pieces
 from tests.support.random_biases import FLAWS, RandomBias
 
 WIDTH, HEADS, SHARED, WORDS, LONGEST = 32, 4, 2, 40, 64
@@ -162,22 +163,6 @@ def step_of(bias: Bias, count: int = LONGEST) -> tuple[Decoding, ir.Model, list[
     sites = canonicalize(captured.model).sites
     whole = captured.model.clone()
     return with_cache(captured.model, sites, captured.inputs, captured.outputs, count), captured.model, sites, whole
-
-
-def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding) -> Any:
-    """The first output for a sequence that is fed in pieces with caches, in float64."""
-    run = in_float64(model)
-    shapes = {spec.name: [dim for dim in spec.dims[1:] if isinstance(dim, int)] for spec in decoding.tensors}
-    caches = {name: np.zeros((len(ids), *shape)) for name, shape in shapes.items()}
-    begin, answers = 0, []
-    for end in ends:
-        past, every = np.full(len(ids), begin), np.arange(end - begin)
-        step = {decoding.tokens: ids[:, begin:end], decoding.past: past, str(decoding.kept): every, **caches}
-        answer, *following = run(step).values()
-        caches = dict(zip(caches, following, strict=True))
-        answers.append(answer)
-        begin = end
-    return np.concatenate(answers, 1)
 
 
 @pytest.mark.parametrize("bias", FORMS)

@@ -1,0 +1,211 @@
+"""Attention sinks of constant scores keep their place before a cache; sinks that depend on tokens are refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import attnforge
+from attnforge.bundle import Decoding
+from attnforge.errors import UsageError
+from attnforge.export.attention.canonicalize import Site, canonicalize
+from attnforge.export.decoding.insert import with_cache
+from attnforge.export.decoding.whole import without_past
+from attnforge.export.graphs.execute import in_float64
+from attnforge.export.lowering.attention import Seen
+from attnforge.export.lowering.onnxruntime import lower
+from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import PRECISIONS
+from attnforge.runtime.backends.registry import why_not_here
+from attnforge.runtime.parity.budget import relative_error
+from tests.support.decoders import in_pieces
+
+WIDTH, HEADS, SHARED, WORDS, CAPACITY = 32, 4, 2, 40, 40
+SCORES = (1.5, -0.5, 3.0, 0.25)
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+
+
+class Sunk(nn.Module):
+    """One layer of causal attention with grouped heads and sinks, whose parts subclasses override."""
+
+    first = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.query, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // HEADS * SHARED * 2)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.scores = nn.Parameter(torch.tensor(SCORES))
+
+    def sinks(self, query: Tensor) -> Tensor:
+        """Scores of sinks that broadcast to `(batch, heads, tokens, sinks)`."""
+        return self.scores.reshape(1, -1, 1, 1)
+
+    def masked(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.words(x)
+        query = self.query(embedded).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = (
+            part.unflatten(-1, (SHARED, -1)).transpose(1, 2).repeat_interleave(HEADS // SHARED, 1)
+            for part in self.pair(embedded).chunk(2, -1)
+        )
+        scores = self.masked(query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1]))
+        sinks = self.sinks(query)
+        sinks = sinks.expand(*scores.shape[:-1], sinks.shape[-1])
+        joined = torch.cat([sinks, scores] if self.first else [scores, sinks], -1).softmax(-1)
+        weights = joined[..., sinks.shape[-1] :] if self.first else joined[..., : x.shape[1]]
+        result: Tensor = self.head(embedded + (weights @ value).transpose(1, 2).flatten(2))
+        return result
+
+
+class First(Sunk):
+    first = True
+
+
+class OneForAll(Sunk):
+    def sinks(self, query: Tensor) -> Tensor:
+        return torch.full((1, 1, 1, 1), 0.75)
+
+
+class Several(First):
+    def sinks(self, query: Tensor) -> Tensor:
+        return torch.stack([self.scores, self.scores.flip(0), self.scores - 1], -1).detach()[None, :, None]
+
+
+class Windowed(Sunk):
+    def masked(self, scores: Tensor) -> Tensor:
+        return super().masked(scores).masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-6), -math.inf)
+
+
+class Sloped(Sunk):
+    def masked(self, scores: Tensor) -> Tensor:
+        distance = torch.arange(scores.shape[-1]) - torch.arange(scores.shape[-2])[:, None]
+        return super().masked(scores + torch.tensor(SLOPES)[:, None, None] * distance)
+
+
+TOGETHER = tuple(float(np.logaddexp.reduce([a, b, a - 1])) for a, b in zip(SCORES, SCORES[::-1], strict=True))
+KINDS: dict[type[Sunk], Seen] = {
+    Sunk: Seen(sinks=SCORES),
+    First: Seen(sinks=SCORES),
+    OneForAll: Seen(sinks=(0.75,) * HEADS),
+    Several: Seen(sinks=TOGETHER),
+    Windowed: Seen(6, sinks=SCORES),
+    Sloped: Seen(slopes=SLOPES, sinks=SCORES),
+}
+
+
+def example(kind: type[Sunk]) -> tuple[Sunk, tuple[Tensor], Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shapes = ({0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=32)},)
+        return kind().eval(), (torch.randint(0, WORDS, (2, 9)),), shapes
+
+
+def step_of(kind: type[Sunk]) -> tuple[Decoding, ir.Model, list[Site], ir.Model]:
+    """The record, graph and sites of a step, and the graph for whole sequences."""
+    captured = capture(*example(kind), PRECISIONS["fp32"])
+    sites = canonicalize(captured.model).sites
+    whole = captured.model.clone()
+    return with_cache(captured.model, sites, captured.inputs, captured.outputs, CAPACITY), captured.model, sites, whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_sinks_is_the_model(kind: type[Sunk]) -> None:
+    decoding, step, sites, whole = step_of(kind)
+    (node,) = (node for node in step.graph if node.op_type == "Attention")
+    (cache,), seen = decoding.caches, Seen.of(node)
+    assert seen is not None and seen.sinks is not None and KINDS[kind].sinks is not None
+    assert (seen.window, seen.slopes, cache.window) == (KINDS[kind].window, KINDS[kind].slopes, KINDS[kind].window)
+    np.testing.assert_allclose(seen.sinks, KINDS[kind].sinks, rtol=1e-6)
+    assert cache.key.dims[1:] == [SHARED, CAPACITY, WIDTH // HEADS]
+    ids = np.random.default_rng(0).integers(0, WORDS, (2, 24))
+    (expected,) = in_float64(whole)({decoding.tokens: ids}).values()
+    assert relative_error(in_pieces(step, ids, (9, 14, 15, 24), decoding), expected) < 1e-7  # sinks joined in fp32
+    again = step.clone()
+    without_past(again, decoding)
+    assert relative_error(next(iter(in_float64(again)({decoding.tokens: ids}).values())), expected) < 1e-7
+    lower(step, sites, {"batch": 2, "tokens": 9})
+    assert [node.op_type for node in step.graph].count("GroupQueryAttention") == 1
+    assert relative_error(in_pieces(step, ids, (9, 14, 15, 24), decoding), expected) < 1e-7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forms_that_read_a_cache_agree_on_sinks(kind: type[Sunk]) -> None:
+    _, step, sites, _ = step_of(kind)
+    (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3)).sites
+    assert len(site.measured) == 3 and not site.dropped
+
+
+@pytest.mark.parametrize(
+    ("backend", "caches"), [("onnxruntime-cpu", None), ("openvino", None), ("onnxruntime-cpu", "int8")]
+)
+def test_sinks_and_a_window_on_a_backend(backend: str, caches: str | None, tmp_path: Path) -> None:
+    if (why := why_not_here(backend)) is not None:
+        pytest.skip(why)
+    module, args, shapes = example(Windowed)
+    low: dict[str, Any] = {"cache_precision": caches, "data": [args], "max_error": 0.05} if caches else {}
+    bundle = attnforge.deploy(
+        module, args, tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False, cache_tokens=CAPACITY, **low
+    )
+    report = attnforge.verify(bundle, [backend]).backends[backend]
+    assert report.passed, report.failures
+
+
+# --- near misses ------------------------------------------------------------------------------------------------------
+
+
+class OfTokens(Sunk):
+    def sinks(self, query: Tensor) -> Tensor:
+        return query.mean(-1, keepdim=True)
+
+
+class OfPositions(Sunk):
+    def sinks(self, query: Tensor) -> Tensor:
+        return torch.arange(float(CAPACITY))[: query.shape[2], None] / CAPACITY
+
+
+class Bidirectional(Sunk):
+    def masked(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+NEAR: dict[type[Sunk], str] = {
+    OfTokens: "OfTokens has no cache: the scores of its attention sinks are not constants of each head",
+    OfPositions: "OfPositions has no cache: the scores of its attention sinks are not constants of each head",
+    Bidirectional: "Bidirectional is bidirectional",
+}
+
+
+@pytest.mark.parametrize("kind", NEAR)
+def test_near_misses_are_refused(kind: type[Sunk]) -> None:
+    with pytest.raises(UsageError, match=NEAR[kind]):
+        step_of(kind)
+
+
+def zeros_elsewhere(node: ir.Node) -> None:
+    """Zeros before the values, but after the keys."""
+    pads = node.inputs[2].producer()  # type: ignore[union-attr]
+    assert pads is not None
+    pads.replace_input_with(
+        1, ir.Value(name="pads", const_value=ir.tensor([0, 0, 1, 0, 0, 0, 0, 0], ir.DataType.INT64))
+    )
+
+
+def test_zeros_in_another_place_are_no_sinks() -> None:
+    captured = capture(*example(Sunk), PRECISIONS["fp32"])
+    sites = canonicalize(captured.model).sites
+    (node,) = (node for node in captured.model.graph if node.op_type == "Attention")
+    zeros_elsewhere(node)
+    with pytest.raises(UsageError, match="attends from tokens queries to"):
+        with_cache(captured.model, sites, captured.inputs, captured.outputs, CAPACITY)
