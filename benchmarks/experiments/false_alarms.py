@@ -7,7 +7,8 @@ plan of TensorRT-RTX is checked too, emulated without a GPU (:mod:`attnforge.exp
 `--draw int8` quantises the products of the usual models to 8 bits, and writes
 `benchmarks/results/false_alarms_int8.json`. `--draw decoder` deploys random decoders
 (:mod:`tests.support.random_decoders`) with a cache, checks them in every order of their tokens, and writes
-`benchmarks/results/false_alarms_decoder.json`.
+`benchmarks/results/false_alarms_decoder.json`. `--draw summed` draws models of long sums and many layers
+(:mod:`tests.support.summed_models`), and writes `benchmarks/results/false_alarms_summed.json`.
 
 A model that overflows at its precision, in eager mode on ordinary inputs, is rejected by rule
 (:mod:`attnforge.runtime.parity.budget`). Such models are counted separately, as are models that deploy refuses.
@@ -30,7 +31,7 @@ import typer
 import attnforge
 from attnforge.arrays import is_floating
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
-from attnforge.errors import AttnforgeError, UnavailableError
+from attnforge.errors import AttnforgeError, BuildError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -48,6 +49,7 @@ from benchmarks.published import deployed
 from tests.support.hostile_models import draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
+from tests.support.summed_models import draw_summed, make_summed
 
 MAX_ERROR = 0.9
 """Maximum error of quantising a random model: large, because this checks whether the deployment equals the quantised
@@ -56,7 +58,7 @@ model, not whether that model is good."""
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
-Draw = Literal["usual", "hostile", "int8", "decoder"]
+Draw = Literal["usual", "hostile", "int8", "decoder", "summed"]
 
 
 def draw_in_8_bits(seed: int) -> Recipe:
@@ -69,6 +71,7 @@ DRAWS: Mapping[Draw, tuple[Callable[[int], Recipe], Callable[[Recipe], Example]]
     "hostile": (draw_hostile, make_hostile),
     "int8": (draw_in_8_bits, make),
     "decoder": (draw_decoder, make_decoder),
+    "summed": (draw_summed, make_summed),
 }
 """By name, the functions that draw recipes and build their models."""
 
@@ -96,7 +99,7 @@ class Outcome:
 
     Attributes:
         recipe: the recipe.
-        refused: why deploy refused it; None if it was deployed.
+        refused: why deploy, or TensorRT-RTX, refused it; None if it was deployed.
         wrong: why deploy would have rejected it as wrong, which is a false alarm too; None if it would not.
         comparisons: one for every output of every case, by backend: `onnxruntime` or `tensorrt, emulated`.
     """
@@ -157,7 +160,10 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
         report = attnforge.verify(bundle, ["onnxruntime-cpu"])
         outcome.comparisons["onnxruntime"] = report.backends["onnxruntime-cpu"].comparisons
         if precision_named(recipe.precision).is_low and bundle.manifest.decoding is None:
-            outcome.comparisons["tensorrt, emulated"] = list(emulated(bundle))
+            try:
+                outcome.comparisons["tensorrt, emulated"] = list(emulated(bundle))
+            except BuildError as error:
+                outcome.refused = str(error)
     return outcome
 
 

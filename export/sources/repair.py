@@ -16,7 +16,7 @@ from onnxscript.rewriter.rules import common as rules
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
-from attnforge.export.graphs.nodes import input_of, is_op, optional_input
+from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
 LEAST_BYTES = 1024
@@ -76,6 +76,7 @@ def optimise(model: ir.Model) -> None:
         optimizer.fold_constants(model, onnx_shape_inference=True)
         with _rules_by_operator():
             rewriter.rewrite(model, _RULES)
+    _keep_types(model.graph)
     for clean in (
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
@@ -87,6 +88,18 @@ def optimise(model: ir.Model) -> None:
         clean(model)
     with _rules_by_operator():
         onnx_fusions.fuse(model)
+
+
+def _keep_types(graph: ir.Graph) -> None:
+    """Give weights that were fused with a batch norm the type of their input again: with bfloat16, onnxscript 0.7
+    writes them in float32, which the operators do not take."""
+    for node in graph:
+        if is_op(node, "Conv", "ConvTranspose", "Gemm"):
+            for weight in node.inputs[1:]:
+                numbers, dtype = constant_of(weight), input_of(node).dtype
+                if weight is not None and numbers is not None and dtype is not None and weight.dtype != dtype:
+                    weight.const_value = ir.tensor(numbers.astype(dtype.numpy()), dtype, name=weight.name)
+                    weight.dtype = dtype
 
 
 @contextmanager

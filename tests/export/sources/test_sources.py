@@ -552,3 +552,36 @@ def test_constants_are_those_that_torch_computes() -> None:
     assert any(array.size == 128 and (array.reshape(-1) == frequencies).all() for array in arrays)
     (result,) = as_it_is(model)({"t": t.numpy()}).values()
     assert relative_error(result.astype(np.float64), module(t).double().numpy()) < 1e-6
+
+
+class Normed(nn.Module):
+    """Batch norms after a convolution, its transpose and a product, with random statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.transposed, self.linear = (
+            nn.Conv2d(3, 8, 3),
+            nn.ConvTranspose2d(8, 4, 3),
+            nn.Linear(4, 5),
+        )
+        self.norms = nn.ModuleList((nn.BatchNorm2d(8), nn.BatchNorm2d(4), nn.BatchNorm1d(5)))
+        for norm in self.norms:
+            norm.running_var.uniform_(0.5, 2)  # type: ignore[operator, union-attr]
+
+    def forward(self, image: Tensor) -> Tensor:
+        first, second, third = self.norms
+        y = second(self.transposed(first(self.convolution(image)).relu())).relu().mean((2, 3))
+        result: Tensor = third(self.linear(y))
+        return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_weights_that_are_fused_with_a_batch_norm_keep_their_type(precision: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, image = Normed().eval(), torch.randn(2, 3, 8, 8)
+    model = capture(module, (image,), None, precision_named(precision)).model
+    products = [node for node in model.graph if node.op_type in ("Conv", "ConvTranspose", "Gemm")]
+    assert len(products) == 3 and not any(node.op_type == "BatchNormalization" for node in model.graph)
+    wanted = precision_named(precision).dtype
+    assert {value.dtype.numpy() for node in products for value in node.inputs if value and value.dtype} == {wanted}
