@@ -91,7 +91,11 @@ def _first_sentence(file: File) -> str:
 
 def _examples() -> str:
     """Return a page with every script in examples/, each titled with the first sentence of its docstring."""
-    parts = ["# Examples", "Scripts to copy from `examples/`. The tests run them.", ""]
+    parts = [
+        "# Examples",
+        "Scripts to copy from `examples/`, and the notebook `examples/digits.ipynb`. The tests run them.",
+        "",
+    ]
     for file in sorted((ROOT / "examples").glob("*.py")):
         source = file.read_text(encoding="utf-8")
         title = (ast.get_docstring(ast.parse(source)) or file.stem).split(".")[0].split("\n")[0]

@@ -42,7 +42,7 @@ SLOPES = "attnforge.slopes"
 position of the key. No bias without this entry. The node's mask encodes the same."""
 
 SINKS = "attnforge.sinks"
-"""Metadata of an Attention node that reads a cache: the score of each head's attention sink. No sinks without this
+"""Metadata of an Attention node that reads a cache: the score of each head's sinks together. No sinks without this
 entry. A first key and value of zeros and the first column of the node's mask encode the same."""
 
 PLACES = "attnforge.places"

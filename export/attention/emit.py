@@ -61,7 +61,7 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
             query = like(op.Neg(query), query)
         mask = mask_of(writer, score_steps)
         if sink is not None:
-            key, value = (with_zeros(op, x, sink.count, first=sink.first, total=sink.joint.size) for x in (key, value))
+            key, value = (with_zeros(op, x, sink.count, first=sink.first) for x in (key, value))
             mask = with_sinks(writer, mask, sink)
         precision = softmax_dtype.value if softmax_dtype is not None and softmax_dtype != dtype else 0
         result = attention_node(

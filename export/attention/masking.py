@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from attnforge.arrays import Array
 from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
 from attnforge.export.attention.layout import Layout, before_views
 from attnforge.export.attention.operands import Operand, same_value, without_not
@@ -234,7 +235,12 @@ TOKENS = 2
 """The dim of keys and values in which zeros stand for sinks."""
 
 
-def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool, total: Size) -> ir.Value:
+def and_sinks(keys: Size, count: int) -> Size:
+    """The number of keys and sinks."""
+    return Size(keys.factor + count) if keys.is_static else Size.of(ir.SymbolicDim(f"{keys.dim()} + {count}"))
+
+
+def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool) -> ir.Value:
     """Write keys or values with zeros for sinks.
 
     Args:
@@ -242,50 +248,69 @@ def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool, total: Size
         x: `(B, H', n_k, d)`.
         count: number of sinks.
         first: whether the sinks come before the keys.
-        total: number of keys and sinks.
     """
-    pads = [0] * 8
+    pads, dims = [0] * 8, dims_of(x)
     pads[TOKENS if first else TOKENS + 4] = count
-    return typed(op.Pad(x, constant(op, pads)), x.dtype, [*dims_of(x)[:2], total.dim(), dims_of(x)[3]])
+    dims[TOKENS] = and_sinks(sizes_of(x)[TOKENS], count).dim()
+    return typed(op.Pad(x, constant(op, pads)), x.dtype, dims)
 
 
 def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Value:
     """The mask over the keys, if any, joined with the scores of the sinks: an additive mask on four dims."""
-    op, dtype, layout = writer.op, writer.dtype, writer.axes.layout(*SCORES)
-    dims = layout.dims
+    op, dtype, dims, column = writer.op, writer.dtype, writer.axes.layout(*SCORES).dims, sink.column
     if mask is None:
         mask = constant(op, np.zeros((1, 1, 1, 1)), dtype)
     if mask.dtype == BOOL:
         zero, low = constant(op, np.zeros((1, 1, 1, 1)), dtype), constant(op, -np.inf, dtype)
         mask = like(op.Where(mask, zero, low), mask, dtype)
-    sizes, column = sizes_of(mask), sink.column
-    varies = set(column.layout.axes)
-    outer = [dim if size != ONE or varies & set(dim) else () for size, dim in zip(sizes[:3], dims[:3], strict=True)]
+    if (numbers := constant_of(column.value)) is not None:
+        scaled = constant(op, np.asarray(numbers, np.float64) * sink.factor, dtype)
+        column = Operand(scaled, column.layout)
+    sizes, of_column = sizes_of(mask), set(column.layout.axes)
+    outer = [dim if size != ONE or of_column & set(dim) else () for size, dim in zip(sizes[:3], dims[:3], strict=True)]
     mask_layout = Layout(() if size == ONE else dim for size, dim in zip(sizes, dims, strict=True))
     mask = writer.arranged(Operand(mask, mask_layout), Layout([*outer, dims[3]]))
-    sinks = [axis for axis in column.layout.axes if axis not in layout.axes]
-    scores = cast(op, writer.arranged(column, Layout([*outer, sinks])), dtype)
-    if sink.factor != 1.0:
+    scores = cast(op, writer.arranged(column, Layout([*outer, sink.own])), dtype)
+    if sink.factor != 1.0 and numbers is None:
         scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)
     parts = (scores, mask) if sink.first else (mask, scores)
-    return typed(op.Concat(*parts, axis=3), dtype, [*dims_of(mask)[:3], sink.joint.size.dim()])
+    total = and_sinks(sizes_of(mask)[3], sink.count)
+    return typed(op.Concat(*parts, axis=3), dtype, [*dims_of(mask)[:3], total.dim()])
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Keys or values with zeros for sinks.
+
+    Attributes:
+        before: the keys or values without them.
+        count: number of sinks.
+        first: whether the sinks come before the keys.
+    """
+
+    before: ir.Value
+    count: int
+    first: bool
+
+    @classmethod
+    def of(cls, x: ir.Value) -> Zeros | None:
+        """The zeros that a Pad adds to the tokens of `x`, `(B, H', n_k, d)`; None if there are none."""
+        node = x.producer()
+        if not is_op(node, "Pad") or len(node.inputs) > 2:
+            return None
+        if node.attributes.get_string("mode", "constant") != "constant":
+            return None
+        pads = constant_of(node.inputs[1])
+        if pads is None or pads.size != 8 or np.count_nonzero(pads) != 1 or pads.max() <= 0:
+            return None
+        (place,) = np.flatnonzero(pads)
+        return cls(input_of(node), int(pads.max()), place == TOKENS) if place % 4 == TOKENS else None
 
 
 def before_sinks(x: ir.Value) -> ir.Value:
     """Keys or values of a canonical node without the zeros for sinks; `x` itself if it has none."""
-    return x if _zeros(x) is None else input_of(x.producer())  # type: ignore[arg-type]
-
-
-def _zeros(x: ir.Value | None) -> tuple[int, bool] | None:
-    """How many tokens of zeros a Pad adds to `x`, and whether before its own; None if it does something else."""
-    node = maker_of(x)
-    if not is_op(node, "Pad") or len(node.inputs) > 2 or node.attributes.get_string("mode", "constant") != "constant":
-        return None
-    pads = constant_of(node.inputs[1])
-    if pads is None or pads.size != 8 or np.count_nonzero(pads) != 1 or pads.max() <= 0:
-        return None
-    (place,) = np.flatnonzero(pads)
-    return (int(pads.max()), place == TOKENS) if place % 4 == TOKENS else None
+    zeros = Zeros.of(x)
+    return x if zeros is None else zeros.before
 
 
 def take_sinks(node: ir.Node) -> tuple[float, ...] | None:
@@ -296,23 +321,37 @@ def take_sinks(node: ir.Node) -> tuple[float, ...] | None:
         node has no sinks.
 
     Raises:
-        NotAttention: the scores are not constants, with one number per sink and head.
+        NotAttention: the scores are not constants, or differ by query or sample.
+        LayoutError: their shape is not known.
     """
-    key, value, joint = input_of(node, 1), input_of(node, 2), maker_of(optional_input(node, 3))
-    zeros = _zeros(key)
-    if zeros is None or _zeros(value) != zeros or not is_op(joint, "Concat") or len(joint.inputs) != 2:
+    keys, values = (Zeros.of(input_of(node, i)) for i in (1, 2))
+    joint = maker_of(optional_input(node, 3))
+    if keys is None or values is None or not is_op(joint, "Concat") or len(joint.inputs) != 2:
         return None
-    count, first = zeros
-    column, mask = (input_of(joint, i) for i in ((0, 1) if first else (1, 0)))
-    if joint.attributes.get_int("axis", 0) not in (3, -1) or sizes_of(column)[3] != Size(count):
+    column, mask = (input_of(joint, i) for i in ((0, 1) if keys.first else (1, 0)))
+    is_last = joint.attributes.get_int("axis", 0) in (3, -1) and sizes_of(column)[3] == Size(keys.count)
+    if not is_last or (values.count, values.first) != (keys.count, keys.first):
         return None
-    layout, heads = Layout.fresh(column), sizes_of(input_of(node))[1]
-    source, varies = before_views(column, layout, sized=True)
-    numbers, along = constant_of(source), [axis for dim in (1, 3) for axis in layout.dims[dim] if axis in varies.axes]
-    if numbers is None or along != [*varies.axes] or numbers.size not in (count, count * heads.factor):
+    scores = _constant_scores(column)
+    if scores is None:
         raise NotAttention("the scores of its attention sinks are not constants of each head")
-    scores = np.logaddexp.reduce(np.asarray(numbers, np.float64).reshape(-1, count), axis=1)
-    node.replace_input_with(1, before_sinks(key))
-    node.replace_input_with(2, before_sinks(value))
-    node.replace_input_with(3, mask)
-    return tuple(np.broadcast_to(scores, heads.factor).tolist())
+    for i, x in enumerate((keys.before, values.before, mask), start=1):
+        node.replace_input_with(i, x)
+    together = np.logaddexp.reduce(scores, axis=1)
+    return tuple(np.broadcast_to(together, sizes_of(input_of(node))[1].factor).tolist())
+
+
+def _constant_scores(column: ir.Value) -> Array | None:
+    """`(H or 1, sinks)`: the scores of sinks in columns of a mask; None if they are not constants of each head."""
+    layout = Layout.fresh(column)
+    source, of_source = before_views(column, layout, sized=True)
+    numbers, axes = constant_of(source), [*of_source.axes]
+    every = [axis for dim in (1, 3) for axis in layout.dims[dim]]
+    if numbers is None or not set(axes) <= set(every):
+        return None
+    if source.dtype == BOOL:
+        numbers = np.where(numbers, 0.0, -np.inf)
+    by_axis = np.asarray(numbers, np.float64).reshape([axis.size.factor for axis in axes])
+    ordered = by_axis.transpose([axes.index(axis) for axis in every if axis in axes])
+    ordered = ordered.reshape([axis.size.factor if axis in axes else 1 for axis in every])
+    return np.broadcast_to(ordered, [axis.size.factor for axis in every]).reshape(-1, sizes_of(column)[3].factor)

@@ -67,6 +67,7 @@ class Sink:
 
     Attributes:
         column: the sinks' scores, before they are multiplied by `factor`.
+        own: the axis of the sinks; empty for one sink.
         count: number of sinks.
         first: whether the sinks come before the keys.
         joint: the axis of keys and sinks together.
@@ -74,6 +75,7 @@ class Sink:
     """
 
     column: Operand
+    own: Dims
     factor: float
     count: int
     first: bool
@@ -385,9 +387,9 @@ def _from_concat(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores
             reasons.append(f"{column.name!r} has a dynamic number of sinks")
             continue
         keys, sinks = Axis(sizes_of(source)[axis]), Axis(count)
-        layout = position.layout.with_dim(axis, (sinks,) if count != ONE else ())
-        operand = Operand(*before_views(column, layout, sized=True))
-        sink = Sink(operand, steps.scale, count.factor, i == 1, position.softmax_axis, keys)
+        own = (sinks,) if count != ONE else ()
+        operand = _before_casts(column, position.layout.with_dim(axis, own))
+        sink = Sink(operand, own, steps.scale, count.factor, i == 1, position.softmax_axis, keys)
         scores = walk_to_product(
             Position(source, position.layout.with_dim(axis, (keys,)), keys), replace(steps, sink=sink)
         )
@@ -395,6 +397,16 @@ def _from_concat(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores
             return scores
         reasons.append(scores.reason)
     raise NotAttention(f"no part of Concat is an inner product of a query and a key: {'; '.join(reasons)}")
+
+
+def _before_casts(value: ir.Value, layout: Layout) -> Operand:
+    """The value before all views, Expands and casts between floating-point types that lead to `value`."""
+    while True:
+        value, layout = before_views(value, layout, sized=True)
+        node = value.producer()
+        if not is_op(node, "Cast") or (dtype := input_of(node).dtype) is None or not dtype.is_floating_point():
+            return Operand(value, layout)
+        value = input_of(node)
 
 
 def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:

@@ -36,9 +36,9 @@ from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, constant, insert, like, typed
-from attnforge.export.graphs.nodes import numpy_type
+from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
-from attnforge.export.graphs.sizes import Size, sizes_of
+from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
 from attnforge.export.lowering.attention import Attention, ByHead, Seen, attentions
 from attnforge.export.lowering.band import Band, band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask
@@ -88,15 +88,15 @@ def with_cache(
         The manifest's record of the step.
 
     Raises:
-        UsageError: the model takes more than tokens, a site sees later tokens, or a call may have more tokens than the
-            cache.
+        UsageError: the model takes more than tokens, a site sees later tokens or has sinks that depend on tokens, or a
+            call may have more tokens than the cache.
         NotByToken: something other than attention mixes tokens.
         NotByPosition: positions change with the number of tokens, or end before the cache does.
     """
     graph = model.graph
     tokens = _tokens(graph, inputs, outputs, capacity)
     symbol = tokens.count.symbol
-    sinks = _take_sinks(graph, sites)
+    sinks = _without_sinks(graph, sites)
     attended = list(attentions(model, sites))
     _check_sites(sites, attended)
     seen = {
@@ -198,7 +198,7 @@ def _check_sites(sites: Sequence[Site], attended: Sequence[tuple[Site, Attention
         raise UsageError("the model has no attention, so there is nothing to cache; omit cache_tokens")
 
 
-def _take_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, ByHead | None]:
+def _without_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, ByHead | None]:
     """Remove the attention sinks of all sites; return their scores, by the name of the canonical node.
 
     Raises:
@@ -209,7 +209,7 @@ def _take_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, ByHe
     for node in (node for node in graph if node.name in names):
         try:
             sinks[node.name] = take_sinks(node)
-        except NotAttention as reason:
+        except (NotAttention, LayoutError) as reason:
             raise UsageError(f"{names[node.name]} has no cache: {reason}") from None
     return sinks
 
@@ -310,7 +310,7 @@ def _positions(graph: ir.Graph, tokens: _Tokens, past: ir.Value) -> ir.Value:
 
 def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, capacity: int, stem: str) -> ir.Value:
     """`(batch, 1 or heads, tokens, capacity)`: whether a token sees a slot, which is its own or an earlier one within
-    the window; or what is added to the score."""
+    the window; or what is added to the score, with sinks in a column before it."""
     after = positions.producer()
     assert after is not None
     return insert(graph, after, lambda op: step_mask(op, positions, seen, capacity, dtype), after=True, stem=stem)
@@ -339,7 +339,7 @@ def _cached(
             restore = partial(rounded.restored, stored=after)
             after = insert(graph, a.node, restore, stem=f"{a.node.name}/{role} restored")
         if has_sinks:
-            zeros = partial(with_zeros, x=after, count=1, first=True, total=Size(capacity + 1))
+            zeros = partial(with_zeros, x=after, count=1, first=True)
             after = insert(graph, a.node, zeros, stem=f"{a.node.name}/{role} with sinks")
         a.node.replace_input_with(index, after)
     return specs
@@ -358,13 +358,15 @@ def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layou
     """Keys and values of a site, each with its layout in a cache, `(batch, key heads, tokens, size)`. What several
     query heads share is stored once: the heads are those of the tensors before they are repeated. Sinks are not
     stored."""
-    heads = shared_heads(tuple(a.layout("H_kv").axes), a.key.layout, a.value.layout)
-    kept = []
-    for read, operand, size in zip(a.node.inputs[1:3], a.operands[1:], ("d_k", "d_v"), strict=True):
-        assert read is not None
-        tokens, own = a.layout("n_k").dims, before_sinks(read)
-        if own is not read:
-            tokens = [(Axis(sizes_of(own)[2]),)]
-            operand = Operand(*before_views(own, Layout([*a.layout("B", "H_kv").dims, *tokens, *a.layout(size).dims])))
-        kept.append((operand, Layout([*a.layout("B").dims, heads, *tokens, *a.layout(size).dims])))
-    return kept[0], kept[1]
+    operands, (tokens,) = list(a.operands[1:]), a.layout("n_k").dims
+    own = [before_sinks(input_of(a.node, i)) for i in (1, 2)]
+    if own != [*a.node.inputs[1:3]]:
+        tokens = (Axis(sizes_of(own[0])[2]),)
+        layouts = (Layout([*a.layout("B", "H_kv").dims, tokens, *a.layout(size).dims]) for size in ("d_k", "d_v"))
+        operands = [Operand(*before_views(x, layout)) for x, layout in zip(own, layouts, strict=True)]
+    heads = shared_heads(tuple(a.layout("H_kv").axes), operands[0].layout, operands[1].layout)
+    key, value = (
+        (operand, Layout([*a.layout("B").dims, heads, tokens, *a.layout(size).dims]))
+        for operand, size in zip(operands, ("d_k", "d_v"), strict=True)
+    )
+    return key, value

@@ -10,12 +10,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, Bundle, Decoding
 from attnforge.export.attention.canonical import SINKS, WINDOW
-from attnforge.export.attention.masking import before_sinks, with_zeros
+from attnforge.export.attention.masking import and_sinks, before_sinks, with_zeros
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
 from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
-from attnforge.export.graphs.sizes import Size, sizes_of
+from attnforge.export.graphs.sizes import sizes_of
 from attnforge.export.lowering.attention import BY_HEAD, writer_of
 
 INT64 = ir.DataType.INT64
@@ -86,9 +86,9 @@ def _keep_all(graph: ir.Graph, kept: ir.Value, tokens: ir.Value) -> None:
 def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
     """Make a canonical node read the new keys and values instead of a cache that contains only them."""
     mask, query = input_of(node, 3), input_of(node)
-    (tokens,), sinks = sizes_of(query)[2:3], int(SINKS in node.metadata_props)
-    attended = Size(1, (f"({tokens.dim()} + {sinks})",)) if sinks else tokens
-    for name in (WINDOW, *BY_HEAD):
+    tokens, has_sink = sizes_of(query)[2], SINKS in node.metadata_props
+    attended = and_sinks(tokens, 1) if has_sink else tokens
+    for name in (WINDOW, *BY_HEAD.values()):
         node.metadata_props.pop(name, None)
     for index in (1, 2):
         read = before_sinks(input_of(node, index))
@@ -96,13 +96,14 @@ def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
         rounded = InInt8.of_stored(new, read)
         if rounded is not None:
             new = insert(graph, node, rounded.restored, stem=f"{node.name}/without past/{index}")
-        if sinks:
-            zeros = partial(with_zeros, x=new, count=sinks, first=True, total=attended)
+        if has_sink:
+            zeros = partial(with_zeros, x=new, count=1, first=True)
             new = insert(graph, node, zeros, stem=f"{node.name}/without past/{index} with sinks")
         node.replace_input_with(index, new)
 
     def first(op: Builder) -> ir.Value:
-        end = op.Add(op.Shape(query, start=2, end=3), constant(op, [sinks]))
+        end = op.Shape(query, start=2, end=3)
+        end = op.Add(end, constant(op, [1])) if has_sink else end
         part = op.Slice(mask, constant(op, [0]), end, constant(op, [3]))
         return typed(part, mask.dtype, [*dims_of(mask)[:3], attended.dim()])
 

@@ -104,7 +104,7 @@ class Products:
     """Attention as two products around a softmax.
 
     Attributes:
-        weights: `(B, H, n_q, n_k)`, the result of the softmax.
+        weights: `(B, H, n_q, n_k)`, the result of the softmax; with sinks, `(B, H, n_q, 1 + n_k)`, theirs first.
         output: the operator's first output.
     """
 
@@ -131,19 +131,25 @@ def products(op: Builder, reading: Reading) -> Products:
     low = constant(op, -np.inf, dtype)
     for mask in (*reading.masks, *(reach(op, reading) if reading.is_causal or reading.is_windowed else ())):
         scores = like(op.Where(mask, scores, low) if mask.dtype == BOOL else op.Add(scores, mask), scores)
-    if reading.sinks is None:
-        weights = like(op.Softmax(scores, axis=-1), scores)
-    else:
-        first, after_all = constant(op, [0]), op.Shape(key, start=2, end=3)
-        column = op.Reshape(reading.sinks, constant(op, [1, -1, 1, 1]))
-        column = op.Expand(column, op.Concat(op.Shape(scores, end=3), constant(op, [1]), axis=0))
-        joined = op.Softmax(op.Concat(scores, column, axis=3), axis=-1)
-        weights = like(op.Slice(joined, first, after_all, constant(op, [3])), scores)
-    output = typed(op.MatMul(weights, value), dtype, [*dims[:3], dims_of(value)[3]])
+    joined = scores if reading.sinks is None else _after_sinks(op, reading.sinks, scores)
+    weights = of_keys = like(op.Softmax(joined, axis=-1), joined)
+    if reading.sinks is not None:
+        of_keys = like(op.Slice(weights, constant(op, [1]), constant(op, [2**62]), constant(op, [3])), scores)
+    output = typed(op.MatMul(of_keys, value), dtype, [*dims[:3], dims_of(value)[3]])
     if (reading.masks or reading.window[0] >= 0) and not reading.silent_rows_are_nan:
         highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
         output = like(op.Where(op.Equal(highest, low), constant(op, 0, dtype), output), output)
     return Products(weights, merged_heads(op, output) if reading.packed_output else output)
+
+
+def _after_sinks(op: Builder, sinks: ir.Value, scores: ir.Value) -> ir.Value:
+    """`(B, H, n_q, 1 + n_k)`: scores after those of the sinks, `(H,)`."""
+    *dims, keys = dims_of(scores)
+    by_head = op.Reshape(sinks, constant(op, [1, -1, 1, 1]))
+    shape = op.Concat(op.Shape(scores, end=3), constant(op, [1]), axis=0)
+    column = typed(op.Expand(by_head, shape), scores.dtype, [*dims, 1])
+    total = keys + 1 if isinstance(keys, int) else ir.SymbolicDim(f"{keys} + 1")
+    return typed(op.Concat(column, scores, axis=3), scores.dtype, [*dims, total])
 
 
 def _for_all_heads(op: Builder, x: ir.Value, heads: Size) -> ir.Value:

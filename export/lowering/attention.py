@@ -56,7 +56,8 @@ ByHead = tuple[float, ...]
 """One number for each head."""
 
 
-BY_HEAD = SLOPES, SINKS
+BY_HEAD = {"slopes": SLOPES, "sinks": SINKS}
+"""Metadata of a canonical node with numbers for each head, by attribute of :class:`Seen`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Seen:
     Attributes:
         window: how many, itself included; None for all.
         slopes: ALiBi slopes of the bias by distance, the increase of a key's score per position; None without one.
-        sinks: scores of attention sinks; None without one.
+        sinks: score of each head's attention sinks together; None without any.
     """
 
     window: int | None = None
@@ -76,9 +77,8 @@ class Seen:
     @property
     def metadata(self) -> dict[str, str]:
         """Metadata of the canonical node."""
-        by_head = zip(BY_HEAD, (self.slopes, self.sinks), strict=True)
-        of_heads = {name: json.dumps(numbers) for name, numbers in by_head if numbers}
-        return {WINDOW: str(self.window or 0), **of_heads}
+        by_head = {name: numbers for part, name in BY_HEAD.items() if (numbers := getattr(self, part)) is not None}
+        return {WINDOW: str(self.window or 0), **{name: json.dumps(numbers) for name, numbers in by_head.items()}}
 
     @classmethod
     def of(cls, node: ir.Node) -> Seen | None:
@@ -86,8 +86,8 @@ class Seen:
         props = node.metadata_props
         if WINDOW not in props:
             return None
-        by_head = (tuple(json.loads(props[name])) if name in props else None for name in BY_HEAD)
-        return cls(int(props[WINDOW]) or None, *by_head)
+        by_head = {part: tuple(json.loads(props[name])) for part, name in BY_HEAD.items() if name in props}
+        return cls(int(props[WINDOW]) or None, **by_head)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, before_views
-from attnforge.export.attention.masking import with_zeros
+from attnforge.export.attention.masking import and_sinks, with_zeros
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.qdq import InInt8
@@ -33,7 +33,7 @@ INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
 BIAS = 10
 """Index of GroupQueryAttention's input that is added to scores."""
 
-SINKS = 11
+HEAD_SINK = 11
 """Index of GroupQueryAttention's input for the score of each head's attention sink."""
 
 SCALES = 12
@@ -71,7 +71,7 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     if cached.seen.slopes is not None:
         inputs[BIAS] = _bias(cached, cached.seen.slopes, a.dtype)
     if cached.seen.sinks is not None:
-        inputs[SINKS] = constant(op, cached.seen.sinks, a.dtype)
+        inputs[HEAD_SINK] = constant(op, cached.seen.sinks, a.dtype)
     if cached.in_int8 is not None:
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
         inputs += [constant(op, part.scale.reshape(-1), FLOAT) for part in cached.in_int8]
@@ -155,7 +155,7 @@ def over_filled(
     end = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
     filled = Size(1, (FILLED,))
     has_sink = cached.seen.sinks is not None
-    attended = Size(1, (f"({FILLED} + 1)",)) if has_sink else filled
+    attended = and_sinks(filled, 1) if has_sink else filled
     axes = SiteAxes({**a.axes.dims, "n_k": (Axis(attended),)})
 
     def first(value: ir.Value, axis: int, end: ir.Value, size: Size) -> ir.Value:
@@ -171,7 +171,7 @@ def over_filled(
         part = first(after, 2, end, filled)
         if rounded is not None:
             part = rounded.restored(op, part)
-        return with_zeros(op, part, 1, first=True, total=attended) if has_sink else part
+        return with_zeros(op, part, 1, first=True) if has_sink else part
 
     parts = map(read, (cached.next_key, cached.next_value), cached.in_int8 or (None, None))
     key, value = (

@@ -22,16 +22,15 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import KEY, VALUE
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import rearrange
-from attnforge.export.attention.masking import before_sinks
+from attnforge.export.attention.layout import Layout, rearrange
+from attnforge.export.attention.masking import Zeros, with_zeros
 from attnforge.export.decoding.insert import in_cache
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.expected_caches import with_caches
 from attnforge.export.graphs.build import Builder, insert, like
 from attnforge.export.graphs.execute import Runner, as_it_is
-from attnforge.export.graphs.nodes import input_of, maker_of
+from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.qdq import MOST_FP8, InInt8, in_int8
 from attnforge.export.lowering.attention import Attention, attention_of, attentions, in_fp8
 from attnforge.export.lowering.openvino import may_round_scores
@@ -191,13 +190,12 @@ def sites_with_caches(
 
 def cached_operand(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
     """Write Q/DQ of keys or values in int8, in the dims of a cache."""
-    (operand, layout), canonical = in_cache(a)[i - 1], a.layout(*(KEY, VALUE)[i - 1])
+    operand, layout = in_cache(a)[i - 1]
     kept = rearrange(op, operand.value, operand.layout, layout, a.sized)
     rounded = InInt8.of(op, kept, np.asarray(scale)).restored(op)
-    read = input_of(a.node, i)
-    if (zeros := maker_of(read)) is not None and before_sinks(read) is not read:
-        return like(op.Pad(rounded, input_of(zeros, 1)), read)
-    return rearrange(op, rounded, layout, canonical, a.sized)
+    canonical = Layout([*a.layout("B", "H_kv").dims, *layout.dims[2:]])
+    rounded, zeros = rearrange(op, rounded, layout, canonical, a.sized), Zeros.of(input_of(a.node, i))
+    return rounded if zeros is None else with_zeros(op, rounded, zeros.count, first=zeros.first)
 
 
 # --- ranges and errors ------------------------------------------------------------------------------------------------

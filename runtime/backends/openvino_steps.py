@@ -77,16 +77,18 @@ class _StepConversion:
         them stay columns for attention sinks."""
         ops = self._ops
         count = mask.get_partial_shape()[3].get_length() - self._slots
-        sinks = [ops.slice(mask, _ints([0]), _ints([count]), _ints([1]), _ints([3]))] if count else []
-        first, new = _ints([count]), ops.add(self._new, _ints(count))
-        filled = ops.slice(mask, first, ops.add(self._most, first), _ints([1]), _ints([3]))
+        sinks = []
+        if count:
+            sinks = [ops.slice(mask, _ints([0]), _ints([count]), _ints([1]), _ints([3]))]
+            mask = ops.slice(mask, _ints([count]), _ints([2**62]), _ints([1]), _ints([3]))
+        filled = ops.slice(mask, _ints([0]), self._most, _ints([1]), _ints([3]))
         slots = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")
         past = ops.less(slots, ops.unsqueeze(self._past, _ints([1, 2, 3])))  # later slots have outdated rows
         if _is_boolean(mask):
             filled = ops.logical_and(filled, past)
         else:
             filled = ops.select(past, filled, ops.convert_like(ops.constant(-np.inf, np.float32), mask))
-        return ops.concat([*sinks, filled, ops.gather(mask, new, _ints(3), 1)], 3)
+        return ops.concat([*sinks, filled, ops.gather(mask, self._new, _ints(3), 1)], 3)
 
     def attended(self, node: Any) -> Any:
         """Attention of `(batch, heads, tokens, size)`. Queries that share keys are rows of one head."""

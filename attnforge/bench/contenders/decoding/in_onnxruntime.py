@@ -136,7 +136,9 @@ def as_products(model: ir.Model) -> None:
 
 
 def _bias(op: Builder, mask: ir.Value) -> ir.Value:
-    """Return 0 where a query may attend, and the most negative number elsewhere."""
+    """Return 0 where a query may attend, and the most negative number elsewhere; a numeric mask as it is."""
+    if mask.dtype != ir.DataType.BOOL:
+        return mask
     least = float(np.finfo(np.float32).min)
     float32 = ir.DataType.FLOAT
     return like(op.Where(mask, constant(op, 0.0, float32), constant(op, least, float32)), mask, float32)
