@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import attnforge
-from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.bundle import CANONICAL, DimSpec, TensorSpec
 from attnforge.children import command
 from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.export.diagnosis.stages import sites_of
+from attnforge.export.graphs.saving import load_graph
+from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt, profiles_of
 from attnforge.export.tensorrt.process import Layer, Request
 from tests.support.bundles import small_example
@@ -315,3 +321,33 @@ def test_a_deploy_that_fails_during_a_build_ends_the_builder(tmp_path: Path, mon
         attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["tensorrt_rtx"], tune=False)
     assert [builder.returncode for builder in builders] == [-signal.SIGKILL] and started.empty()
     assert list(tmp_path.iterdir()) == []
+
+
+class WithoutBf16(nn.Module):
+    """The operators that TensorRT-RTX has no bf16 for, before attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 16, batch_first=True, bidirectional=True)
+        self.transposed = nn.ConvTranspose1d(32, 16, 3, padding=1)
+        self.attention = nn.MultiheadAttention(16, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.mish(F.hardswish(self.transposed(self.gru(x)[0].mT).mT))
+        result: Tensor = y + self.attention(y, y, y, need_weights=False)[0]
+        return result
+
+
+@pytest.mark.parametrize(("precision", "casts"), [("fp16", 0), ("bf16", 8)])
+def test_operators_without_bf16_are_built_in_fp32(precision: str, casts: int, tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, x = WithoutBf16().eval(), torch.randn(2, 40, 16)
+    bundle = attnforge.deploy(module, (x,), tmp_path / "b", precision=precision, targets=["tensorrt_rtx"], tune=False)
+    assert bundle.manifest.attention.fused == {"tensorrt_rtx": 1}
+    model = load_graph(bundle, CANONICAL)
+    lower(model, sites_of(bundle.manifest.attention))
+    types = {node.op_type: {v.dtype for v in node.inputs if v is not None} for node in model.graph}
+    wanted = ir.DataType.FLOAT if precision == "bf16" else ir.DataType.FLOAT16
+    assert all(types[name] == {wanted} for name in ("ConvTranspose", "GRU", "HardSwish", "Mish"))
+    assert sum(node.op_type == "Cast" for node in model.graph) == casts
