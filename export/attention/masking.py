@@ -235,11 +235,6 @@ TOKENS = 2
 """The dim of keys and values in which zeros stand for sinks."""
 
 
-def and_sinks(keys: Size, count: int) -> Size:
-    """The number of keys and sinks."""
-    return Size(keys.factor + count) if keys.is_static else Size.of(ir.SymbolicDim(f"{keys.dim()} + {count}"))
-
-
 def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool) -> ir.Value:
     """Write keys or values with zeros for sinks.
 
@@ -251,7 +246,7 @@ def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool) -> ir.Value
     """
     pads, dims = [0] * 8, dims_of(x)
     pads[TOKENS if first else TOKENS + 4] = count
-    dims[TOKENS] = and_sinks(sizes_of(x)[TOKENS], count).dim()
+    dims[TOKENS] = sizes_of(x)[TOKENS].plus(count).dim()
     return typed(op.Pad(x, constant(op, pads)), x.dtype, dims)
 
 
@@ -274,7 +269,7 @@ def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Valu
     if sink.factor != 1.0 and numbers is None:
         scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)
     parts = (scores, mask) if sink.first else (mask, scores)
-    total = and_sinks(sizes_of(mask)[3], sink.count)
+    total = sizes_of(mask)[3].plus(sink.count)
     return typed(op.Concat(*parts, axis=3), dtype, [*dims_of(mask)[:3], total.dim()])
 
 

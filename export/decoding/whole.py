@@ -10,7 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.bundle import NEXT, Bundle, Decoding
 from attnforge.export.attention.canonical import SINKS, WINDOW
-from attnforge.export.attention.masking import and_sinks, before_sinks, with_zeros
+from attnforge.export.attention.masking import before_sinks, with_zeros
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
 from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import InInt8
@@ -87,7 +87,7 @@ def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
     """Make a canonical node read the new keys and values instead of a cache that contains only them."""
     mask, query = input_of(node, 3), input_of(node)
     tokens, has_sink = sizes_of(query)[2], SINKS in node.metadata_props
-    attended = and_sinks(tokens, 1) if has_sink else tokens
+    attended = tokens.plus(1) if has_sink else tokens
     for name in (WINDOW, *BY_HEAD.values()):
         node.metadata_props.pop(name, None)
     for index in (1, 2):

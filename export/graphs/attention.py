@@ -144,12 +144,11 @@ def products(op: Builder, reading: Reading) -> Products:
 
 def _after_sinks(op: Builder, sinks: ir.Value, scores: ir.Value) -> ir.Value:
     """`(B, H, n_q, 1 + n_k)`: scores after those of the sinks, `(H,)`."""
-    *dims, keys = dims_of(scores)
+    *dims, _ = dims_of(scores)
     by_head = op.Reshape(sinks, constant(op, [1, -1, 1, 1]))
     shape = op.Concat(op.Shape(scores, end=3), constant(op, [1]), axis=0)
     column = typed(op.Expand(by_head, shape), scores.dtype, [*dims, 1])
-    total = keys + 1 if isinstance(keys, int) else ir.SymbolicDim(f"{keys} + 1")
-    return typed(op.Concat(column, scores, axis=3), scores.dtype, [*dims, total])
+    return typed(op.Concat(column, scores, axis=3), scores.dtype, [*dims, sizes_of(scores)[3].plus(1).dim()])
 
 
 def _for_all_heads(op: Builder, x: ir.Value, heads: Size) -> ir.Value:

@@ -70,6 +70,10 @@ class Size:
             return None
         return Size(self.factor // other.factor, tuple(rest))
 
+    def plus(self, count: int) -> Size:
+        """The size of a dim with `count` more elements."""
+        return Size(self.factor + count) if self.is_static else Size.of(ir.SymbolicDim(f"{self.dim()} + {count}"))
+
     def dim(self) -> int | ir.SymbolicDim:
         """The size as a dim of an onnx_ir shape."""
         if self.is_static:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, before_views
-from attnforge.export.attention.masking import and_sinks, with_zeros
+from attnforge.export.attention.masking import with_zeros
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.qdq import InInt8
@@ -155,7 +155,7 @@ def over_filled(
     end = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
     filled = Size(1, (FILLED,))
     has_sink = cached.seen.sinks is not None
-    attended = and_sinks(filled, 1) if has_sink else filled
+    attended = filled.plus(1) if has_sink else filled
     axes = SiteAxes({**a.axes.dims, "n_k": (Axis(attended),)})
 
     def first(value: ir.Value, axis: int, end: ir.Value, size: Size) -> ir.Value:

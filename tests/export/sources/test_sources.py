@@ -559,11 +559,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.transposed, self.linear = (
-            nn.Conv2d(3, 8, 3),
-            nn.ConvTranspose2d(8, 4, 3),
-            nn.Linear(4, 5),
-        )
+        self.convolution, self.transposed = nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3)
+        self.linear = nn.Linear(4, 5)
         self.norms = nn.ModuleList((nn.BatchNorm2d(8), nn.BatchNorm2d(4), nn.BatchNorm1d(5)))
         for norm in self.norms:
             norm.running_var.uniform_(0.5, 2)  # type: ignore[operator]
