@@ -23,6 +23,7 @@ from benchmarks.experiment import RESULTS
 from benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import environment, tests
+from benchmarks.gpu.lean import plans
 from benchmarks.gpu.parity import parity_of, supervise_models
 from benchmarks.gpu.published import published
 from benchmarks.gpu.running import TAKE, GpuRun, Task, read, step, supervise, write
@@ -99,6 +100,8 @@ def _earlier_steps(out: Path, results: GpuResults) -> dict[str, StepResult]:
 def run_step(name: str, settings: Settings) -> None:
     """Run a step, or one model's part of it, in this process, and end the process."""
     faulthandler.enable(all_threads=False)
+    if plans.PYTHON in os.environ:
+        plans.use_lean_runtime()
     run = GpuRun(settings, read(settings.out))
     kind, _, model = name.partition(":")
     device = Device(run)

@@ -20,6 +20,7 @@ from attnforge.precision import Precision, precision_named
 from attnforge.progress import Silent, Steps
 from attnforge.runtime.parity.budget import judge
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.lean import plans
 from benchmarks.gpu.running import attempt
 from benchmarks.gpu.steps import HEADS, PATCH, Item, ParityCheck, capabilities
 
@@ -84,6 +85,9 @@ class Large:
             item: receives the numbers of fused sites and the refusals of builders.
             wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
+        if list(targets) == ["tensorrt"] and plans.in_use():
+            made = self.deploy(folder, sizes, ["tensorrt_rtx"], item, ["SM80"])
+            return made if item.failed else attempt(item.failed, "tensorrt", partial(plans.add_plan, folder)) or made
         from attnforge.cache import DeployCache
         from attnforge.export.certificate import certify
         from attnforge.export.graphs.saving import Shelf
@@ -169,7 +173,12 @@ def large_of(device: Device, make: Callable[[], Example], precision: str) -> Lar
 
 def targets_of(backends: Sequence[str]) -> list[str]:
     """Return the targets of these backends."""
-    return sorted({name if name in FLAVOURS else "onnxruntime" for name in backends})
+    return sorted({target_of(name) for name in backends})
+
+
+def target_of(backend: str) -> str:
+    """Return the target of a backend."""
+    return backend if backend in FLAVOURS else "onnxruntime"
 
 
 @dataclass

@@ -20,6 +20,7 @@ from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.parity.verify import BackendReport, hold
 from attnforge.runtime.session import load
 from benchmarks.gpu.device import BY_QUICK, Device
+from benchmarks.gpu.lean import plans
 from benchmarks.gpu.models import patch_attention, targets_of
 from benchmarks.gpu.running import NO_TIME, Task, attempt, device_lost, read, supervise, write
 from benchmarks.gpu.second_opinion import opinion_of, second_opinion
@@ -121,8 +122,26 @@ def _bundle(device: Device, model: str, precision: str) -> Bundle:
     folder = Path(device.settings.scratch) / f"{model}-{precision}"
     if folder.exists():
         return Bundle(folder)
-    targets = None if device.settings.place == "cuda" else targets_of(device.settings.backends)
-    return _deploy(model, precision, folder, targets, wanted)
+    usable = targets_of(device.usable(Item(), device.settings.backends))
+    return _deploy(model, precision, folder, [name for name in usable if not on_lean_runtime(name)], wanted)
+
+
+def on_lean_runtime(backend: str) -> bool:
+    """Return whether a backend is TensorRT's lean runtime, whose bundles no other backend can run."""
+    return backend == "tensorrt" and plans.in_use()
+
+
+def _for_lean_runtime(device: Device, model: str, precision: str) -> Bundle:
+    """Return the model's bundle for TensorRT's lean runtime.
+
+    Raises:
+        UnavailableError: TensorRT 8.6 has not the precision, or refuses the model.
+    """
+    if precision == "bf16":
+        raise UnavailableError("TensorRT 8.6 has no bf16 in networks that are not strongly typed")
+    folder = Path(device.settings.scratch) / f"lean-{model}-{precision}"
+    _deploy(model, precision, folder, ["tensorrt_rtx"], ["SM80"])
+    return plans.add_plan(folder)
 
 
 def _deploy(
@@ -159,17 +178,21 @@ def _verify(device: Device, model: str, precision: str, item: Item) -> None:
     bundle = _bundle(device, model, precision)
     item.values |= {f"fused by {name}": count for name, count in bundle.manifest.attention.fused.items()}
     for backend in device.settings.backends:
-        reason = device.why_not.get(backend) or why_unavailable(bundle, backend, device.settings.device)
+        lean = backend not in device.why_not and on_lean_runtime(backend)
+        reason = device.why_not.get(backend)
+        if reason is None and not lean:
+            reason = why_unavailable(bundle, backend, device.settings.device)
         if reason is not None:
             item.skipped[backend] = reason
             continue
 
-        def check(backend: str = backend) -> None:
-            with load(bundle, backend, device=device.settings.device) as session:
+        def check(backend: str = backend, lean: bool = lean) -> None:
+            held = _for_lean_runtime(device, model, precision) if lean else bundle
+            with load(held, backend, device=device.settings.device) as session:
                 item.checks[backend] = check_of(hold(session.bundle, session.backend, session.run))
 
         attempt(item.failed, backend, check)
-        if model in COMPARED and backend in FLAVOURS:
+        if model in COMPARED and backend in FLAVOURS and not lean:
             _ask_polygraphy(device, bundle, backend, item)
         device.run.save()
         if item.failed and device_lost():

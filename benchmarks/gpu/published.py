@@ -16,7 +16,7 @@ from benchmarks.gpu.models import Large, large_of, truth_of
 from benchmarks.gpu.racing import in_session, race
 from benchmarks.gpu.running import Task
 from benchmarks.gpu.steps import SDPA, Item
-from benchmarks.gpu.timings import peers_of, sessions
+from benchmarks.gpu.timings import feeds_of, peers_of, sessions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,9 +78,9 @@ def _published(device: Device, make: Callable[[], Example], batch: int, item: It
         inputs = _inputs(device, large, batch)
         truth = truth_of(device, make.__name__, precision, large.module, large.exact, inputs)
         sizes = {"batch": batch, "tokens": TOKENS}
-        ways, bundle = sessions(device, stack, large, sizes, inputs, item)
-        if (name := "onnxruntime-cuda") in ways:
-            feeds = [device.feed(tensor) for tensor in inputs]
+        ways, bundles = sessions(device, stack, large, sizes, inputs, item)
+        if (bundle := bundles.get(name := "onnxruntime-cuda")) is not None:
+            feeds = feeds_of(device, bundle, inputs)
             ways[f"{name}, graphs=True"] = partial(in_session, device, stack, bundle, name, feeds, graphs=True)
         if device.peers:
             ways |= peers_of(device, large.module, inputs, batch)

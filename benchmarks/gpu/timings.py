@@ -19,7 +19,16 @@ from attnforge.precision import precision_named
 from attnforge.runtime.race import seconds_of
 from attnforge.runtime.session import load
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.models import Large, PatchPoint, large_of, patch_attention, patch_truth, targets_of, truth_of
+from benchmarks.gpu.models import (
+    Large,
+    PatchPoint,
+    large_of,
+    patch_attention,
+    patch_truth,
+    target_of,
+    targets_of,
+    truth_of,
+)
 from benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
 from benchmarks.gpu.running import LEAST, Task
 from benchmarks.gpu.steps import (
@@ -88,16 +97,28 @@ def _best_rate(device: Device, call: Callable[[], Any], amount: int) -> float:
 
 def sessions(
     device: Device, stack: ExitStack, model: Large, sizes: Mapping[str, int], inputs: Sequence[Tensor], item: Item
-) -> tuple[Ways, Bundle]:
+) -> tuple[Ways, dict[str, Bundle]]:
     """Return the model on every backend that runs here and whose plan could be built, with inputs on the device; and
-    the bundle."""
+    the bundle of each."""
     backends = device.usable(item)
-    bundle = model.deploy(device.scratch("timed"), sizes, targets_of(backends), item)
-    feeds = [device.feed(tensor) for tensor in inputs]
-    ways: Ways = {
-        name: partial(in_session, device, stack, bundle, name, feeds) for name in backends if name not in item.failed
+    of_target = {
+        target: model.deploy(device.scratch("timed"), sizes, [target], item) for target in targets_of(backends)
     }
-    return ways, bundle
+    bundles = {name: of_target[target_of(name)] for name in backends if target_of(name) not in item.failed}
+    ways: Ways = {
+        name: partial(in_session, device, stack, bundle, name, feeds_of(device, bundle, inputs))
+        for name, bundle in bundles.items()
+    }
+    return ways, bundles
+
+
+def feeds_of(device: Device, bundle: Bundle, inputs: Sequence[Tensor]) -> list[Any]:
+    """Return a bundle's inputs, integers in its own type."""
+    specs = bundle.manifest.inputs
+    return [
+        device.feed(tensor if tensor.is_floating_point() else tensor.to(getattr(device.torch, spec.dtype)))
+        for spec, tensor in zip(specs, inputs, strict=True)
+    ]
 
 
 # --- attention alone --------------------------------------------------------------------------------------------------
@@ -180,11 +201,11 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
     with device.stream(), device.products(precision_named(point.precision)), ExitStack() as stack:
         images = point.images(device)
         truth = patch_truth(device, large, images, point)
-        ways, bundle = sessions(device, stack, large, point.sizes, [images], item)
+        ways, bundles = sessions(device, stack, large, point.sizes, [images], item)
         if device.peers and point.batch == 1:
             array = to_numpy("image", images)
             for name in [name for name in ways if name in FLAVOURS or not device.on_cuda]:
-                ways[f"{name}, NumPy in and out"] = partial(in_session, device, stack, bundle, name, [array])
+                ways[f"{name}, NumPy in and out"] = partial(in_session, device, stack, bundles[name], name, [array])
         if device.peers:
             ways |= peers_of(device, large.module, [images], point.batch)
         # torch's contenders come last, because its allocator keeps memory that it has used once

@@ -12,6 +12,7 @@ Set up, on a machine with an NVIDIA GPU: an environment of Python 3.10 with `ten
 `tensorrt_lean==8.6.0`; in this environment `tensorrt_lean_cu13_bindings==10.16.1.11` and the `_libs` of that name.
 Then, with `ATTNFORGE_TENSORRT_8` set to the first one's `python`:
 
+    python -m benchmarks.gpu
     python -m benchmarks.gpu.lean BUNDLE…
     python -m pytest -p benchmarks.gpu.lean.plugin tests/runtime/test_gpu.py -k "not rtx and not onnxruntime"
 """

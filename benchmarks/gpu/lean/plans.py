@@ -63,6 +63,11 @@ def use_lean_runtime() -> ModuleType:
     return module
 
 
+def in_use() -> bool:
+    """Return whether this process uses the lean runtime."""
+    return backend.TensorRT is LeanTensorRT
+
+
 def add_plan(path: Path) -> Bundle:
     """Build a plan of the bundle's model for `tensorrt_rtx` with TensorRT 8.6, and add it as target `tensorrt`.
 
@@ -89,7 +94,7 @@ def add_plan(path: Path) -> Bundle:
         builder = [python, str(Path(__file__).with_name("builder.py")), str(model), json.dumps(shapes)]
         ran = subprocess.run([*builder, str(path / PLAN), *words], capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise UnavailableError(f"TensorRT 8.6 built no plan of {path}: {ran.stderr.strip()[-500:]}")
+        raise UnavailableError(f"TensorRT 8.6 built no plan of {path}: {(ran.stdout + ran.stderr).strip()[-500:]}")
     for spec in manifest.inputs:
         spec.dtype = "int32" if spec.dtype == "int64" else spec.dtype
     manifest.files[PLAN] = digest = sha256(path / PLAN)
