@@ -11,7 +11,8 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.nodes import inputs_of, is_op
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value, typed
+from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, is_used
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -48,6 +49,33 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
         if value.dtype == FLOAT:  # and not an input that is passed through
             cast_output(graph, value, dtype)
     return PassResult(model, True)
+
+
+def in_fp32(graph: ir.Graph, operators: Collection[str]) -> bool:
+    """Compute nodes of these operators, where their first input is bf16, in fp32 between casts, in place. Return
+    whether there were any."""
+    found = [node for node in graph if is_op(node, *operators) and input_of(node).dtype == ir.DataType.BFLOAT16]
+    for node in found:
+        for old, new in insert(graph, node, partial(_in_fp32, node=node)):
+            replace_value(old, new)
+    return bool(found)
+
+
+def _in_fp32(op: Builder, node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
+    """The outputs of an operator that are used, each with the same computed in fp32."""
+
+    def wide(value: ir.Value | None) -> ir.Value | None:
+        if value is None or value.dtype != ir.DataType.BFLOAT16:
+            return value
+        numbers = constant_of(value)  # TensorRT takes no kernels that are computed
+        return cast(op, value, FLOAT) if numbers is None else constant(op, numbers.astype(np.float32), FLOAT)
+
+    results = op.op_multi_out(
+        node.op_type, [wide(value) for value in node.inputs], node.attributes, num_outputs=len(node.outputs),
+        name=f"{node.name}/in fp32",
+    )  # fmt: skip
+    used = [(old, result) for old, result in zip(node.outputs, results, strict=True) if is_used(old)]
+    return [(old, cast(op, typed(result, FLOAT, dims_of(old)), ir.DataType.BFLOAT16)) for old, result in used]
 
 
 def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: ir.DataType) -> None:
@@ -124,8 +152,8 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None
         assert node is not None
         rounded = ir.node("Cast", [output], {"to": dtype.value}, name=f"{output.name}/rounded")
         again = ir.node("Cast", [rounded.outputs[0]], {"to": FLOAT.value}, name=f"{output.name}/again")
-        for cast, target in ((rounded, dtype), (again, FLOAT)):
-            cast.outputs[0].name, cast.outputs[0].type = f"{cast.name}:0", ir.TensorType(target)
+        for added, target in ((rounded, dtype), (again, FLOAT)):
+            added.outputs[0].name, added.outputs[0].type = f"{added.name}:0", ir.TensorType(target)
         for user, index in users:
             user.replace_input_with(index, again.outputs[0])
         graph.insert_after(node, [rounded, again])

@@ -49,8 +49,17 @@ def is_for_group_query(a: Attention) -> bool:
     return a.has_static_heads and d_k == d_v and d_k.factor % 8 == 0 and a.softmax_dtype == a.dtype
 
 
-def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
-    """GroupQueryAttention that writes to the cache and reads it. Its outputs become the graph's outputs."""
+def group_query(op: Builder, a: Attention, name: str, all_slots: bool = False) -> ir.Value:
+    """GroupQueryAttention that writes to the cache and reads it. Its outputs become the graph's outputs.
+
+    Args:
+        op: records the nodes.
+        a: the site.
+        name: name for the node by which the site is identified.
+        all_slots: give the number of all slots as that of the longest sample's tokens, which is then a constant. CUDA's
+            kernel reads it on the host, where a number that the device computes would not have arrived yet; each
+            sample's own number limits what it reads.
+    """
     cached = a.cached
     assert cached is not None
     attributes = a.attributes()
@@ -66,7 +75,7 @@ def group_query(op: Builder, a: Attention, name: str) -> ir.Value:
         attributes |= {"do_rotary": 1, "rotary_interleaved": query.interleaved}
     rows = [a.arranged(op, *side) for side in sides]
     *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    inputs: list[ir.Value | None] = [*rows, cached.key, cached.value, *_lengths(cached), *tables]
+    inputs: list[ir.Value | None] = [*rows, cached.key, cached.value, *_lengths(cached, all_slots), *tables]
     inputs += [None] * (SCALES - len(inputs))
     if cached.seen.slopes is not None:
         inputs[BIAS] = _bias(cached, cached.seen.slopes, a.dtype)
@@ -115,9 +124,9 @@ def _bias(cached: Cached, slopes: ByHead, dtype: ir.DataType) -> ir.Value:
     return _shared(cached, f"decoding/bias {dtype.name} {slopes}", build)
 
 
-def _lengths(cached: Cached) -> list[ir.Value]:
-    """The position of each sample's last token, and how many tokens the longest sample has, int32; the same values for
-    all sites."""
+def _lengths(cached: Cached, all_slots: bool) -> list[ir.Value]:
+    """The position of each sample's last token, and how many tokens the longest sample has, or slots, int32; the same
+    values for all sites."""
 
     def last(op: Builder) -> ir.Value:
         count = op.Shape(cached.tokens, start=1, end=2)
@@ -127,7 +136,13 @@ def _lengths(cached: Cached) -> list[ir.Value]:
         longest = op.Add(op.ReduceMax(cached.past, keepdims=1), op.Shape(cached.tokens, start=1, end=2))
         return op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
 
-    return [_shared(cached, name, build) for name, build in (("decoding/last", last), ("decoding/total", total))]
+    def slots(op: Builder) -> ir.Value:
+        count = dims_of(cached.key)[2]
+        assert isinstance(count, int)
+        return constant(op, count, INT32)
+
+    longest = slots if all_slots else total
+    return [_shared(cached, name, build) for name, build in (("decoding/last", last), ("decoding/total", longest))]
 
 
 def _written(new: ir.Value) -> tuple[Operand, Layout]:

@@ -54,7 +54,7 @@ from attnforge.export.graphs.build import (
 )
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
-from attnforge.export.graphs.types import widen
+from attnforge.export.graphs.types import in_fp32, widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered
 from attnforge.export.lowering.blocks import BAND, in_blocks, written
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
@@ -85,6 +85,9 @@ MANY_BYTES = 24 * 2**20
 """Bytes of queries, keys and values of all heads, at the largest sizes, from which each head is projected and computed
 on its own. The kernel copies its inputs, so all heads at once take twice these bytes; below, one call for all heads is
 chosen, which is about two percent faster."""
+
+WITHOUT_BF16 = ("Clip",)
+"""Operators that ONNX Runtime 1.31 cannot run in bf16 on CUDA; they are computed in fp32."""
 
 MANY_SCORES = 512 * 512
 """Scores per head from which a form that does not materialise them is worth any transposes that it needs, and causal
@@ -123,6 +126,8 @@ def lower(
         modified |= rewrite(model).modified
     if device == "cpu":
         modified |= widen(model, caches(model)).modified | integer_products(model).modified
+    else:
+        modified |= in_fp32(model.graph, WITHOUT_BF16)
     offered = partial(rows, sizes=sizes, largest=largest or sizes, device=device)
     lowered = lower_sites(model, sites, offered, tuner)
     modified |= casts_for_fp8(model).modified | bool(lowered)  # after the sites, which are recognised by their Q/DQ
@@ -169,15 +174,18 @@ def rows(
 
 def _rows_of_step(site: str, a: Attention, on_cpu: bool) -> list[Row]:
     """The forms of attention over a cache, the plain products last."""
+    assert a.cached is not None
     found: list[Row] = []
     why = "reads only the filled part of the cache"
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
-        in_place = Candidate(GROUP_QUERY_CACHE, name, group_query, materialises_scores=False)
-        found.append(Row(in_place, on_cpu, "writes to the cache in place, and reads only its filled part"))
+        emit = partial(group_query, all_slots=not on_cpu)
+        in_place = Candidate(GROUP_QUERY_CACHE, name, emit, materialises_scores=False)
+        pays = on_cpu or (a.dtype != FLOAT and a.cached.seen.slopes is None)  # all that CUDA's kernel supports
+        found.append(Row(in_place, pays, "writes to the cache in place, and reads only its filled part"))
     if a.softmax_dtype == a.dtype:
         standard = partial(over_filled, attend=_standard)
-        found.append(Row(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard), True, why))
+        found.append(Row(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard), on_cpu, why))
     products = partial(over_filled, attend=_products)
     form = f"{_products_form(a)}, filled part"
     return [*found, Row(Candidate(form, f"{site}/Softmax", products, fused=False), True, why)]

@@ -29,7 +29,6 @@ from functools import partial
 from math import prod
 from typing import Literal
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -37,11 +36,11 @@ from attnforge.export.attention.canonical import MASK_STEP, OUTPUT, QUERY
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
 from attnforge.export.graphs.execute import at_own_precision
-from attnforge.export.graphs.nodes import constant_of, input_of, is_op, is_used
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, sizes_of
+from attnforge.export.graphs.types import in_fp32
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
@@ -49,7 +48,7 @@ from attnforge.export.lowering.forms import usual
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 
-BOOL, FLOAT, BFLOAT16 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.BFLOAT16
+BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Range of head sizes of the fused kernels."""
@@ -114,33 +113,9 @@ def lower(
         build = partial(_emit_in, a=attention, recipe=recipe, site=site.name, dtype=dtype)
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
         lowered.append(Lowered(site.name, recipe.form, recipe.why, node, recipe.unfused))
-    _widen(model.graph)
+    in_fp32(model.graph, WITHOUT_BF16)
     modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
     return SitesResult(model, modified, lowered)
-
-
-def _widen(graph: ir.Graph) -> None:
-    """Compute the operators of :data:`WITHOUT_BF16` in fp32, between casts."""
-    for node in [node for node in graph if is_op(node, *WITHOUT_BF16) and input_of(node).dtype == BFLOAT16]:
-        for old, new in insert(graph, node, partial(_in_fp32, node=node)):
-            replace_value(old, new)
-
-
-def _in_fp32(op: Builder, node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
-    """The outputs of an operator that are used, each with the same computed in fp32."""
-
-    def wide(value: ir.Value | None) -> ir.Value | None:
-        if value is None or value.dtype != BFLOAT16:
-            return value
-        numbers = constant_of(value)  # TensorRT takes no kernels that are computed
-        return cast(op, value, FLOAT) if numbers is None else constant(op, numbers.astype(np.float32), FLOAT)
-
-    results = op.op_multi_out(
-        node.op_type, [wide(value) for value in node.inputs], node.attributes, num_outputs=len(node.outputs),
-        name=f"{node.name}/in fp32",
-    )  # fmt: skip
-    used = [(old, result) for old, result in zip(node.outputs, results, strict=True) if is_used(old)]
-    return [(old, cast(op, typed(result, FLOAT, dims_of(old)), BFLOAT16)) for old, result in used]
 
 
 def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:

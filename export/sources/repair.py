@@ -15,7 +15,7 @@ from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, typed
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, typed
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
@@ -88,6 +88,16 @@ def optimise(model: ir.Model) -> None:
         clean(model)
     with _rules_by_operator():
         onnx_fusions.fuse(model)
+    _normalise_in_the_type_of_the_scale(model.graph)
+
+
+def _normalise_in_the_type_of_the_scale(graph: ir.Graph) -> None:
+    """Cast the input of a norm whose scale has another type, as before onnxscript 0.7 fused the cast into it: the
+    standard allows both types, and ONNX Runtime has no kernel for bfloat16 with a scale in float32."""
+    for node in list(graph):
+        if is_op(node, "RMSNormalization") and (dtype := input_of(node, 1).dtype) not in (None, input_of(node).dtype):
+            wide = insert(graph, node, partial(cast, value=input_of(node), dtype=dtype), stem=f"{node.name}/input")
+            node.replace_input_with(0, wide)
 
 
 def _keep_types(graph: ir.Graph) -> None:

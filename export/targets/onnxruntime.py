@@ -1,4 +1,4 @@
-"""ONNX Runtime as a target: a model for its CPU provider, and at 16 bits another one for CUDA."""
+"""ONNX Runtime as a target: a model for its CPU provider, and at 16 bits or with a cache another one for CUDA."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from attnforge.atomic import is_full
 from attnforge.bundle import TargetRecord, Tuning
 from attnforge.errors import BuildError
 from attnforge.export.graphs.qdq import products_between
+from attnforge.export.lowering.cached import caches
 from attnforge.export.lowering.integers import KERNELS
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
@@ -45,7 +46,7 @@ def begin(job: Job, progress: Progress) -> Finish:
         if not known:
             job.reuse.keep_forms(sizes, tuner.chosen)
         record.tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
-    if job.precision.is_low:
+    if job.precision.is_low or caches(job.model):
         model = job.model.clone()
         lower(model, job.sites, sizes, device="cuda")
         record.cuda_model = job.shelf.save(model, "onnxruntime/model.cuda.onnx")

@@ -16,6 +16,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
+from attnforge.memory import available
 from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -72,6 +73,7 @@ class OnnxRuntime:
     """
 
     gpu = None
+    new_cache, free_bytes = staticmethod(np.zeros), staticmethod(available)
 
     def __init__(
         self,
@@ -133,8 +135,7 @@ class OnnxRuntime:
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
         """The type of an input in the model."""
-        types = {value.name: value.type for value in self._open().get_inputs()}
-        return np.dtype(DTYPES[types[name]])
+        return dtype_in(self._open(), name)
 
     def _open(self) -> Any:
         if self._session is None:
@@ -148,6 +149,12 @@ class OnnxRuntime:
 
     def close(self) -> None:
         self._session = None
+
+
+def dtype_in(session: Any, name: str) -> np.dtype[Any]:
+    """The type of an input in a session's model."""
+    types = {value.name: value.type for value in session.get_inputs()}
+    return np.dtype(DTYPES[types[name]])
 
 
 def session_options(threads: int | None = None, settings: SessionSettings | None = None) -> Any:

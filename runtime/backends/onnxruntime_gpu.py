@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
@@ -23,12 +23,14 @@ from attnforge.runtime.backends.onnxruntime import (
     BFLOAT16_ONNX,
     bind_host,
     bind_host_input,
+    dtype_in,
     given,
     refusals,
     session_options,
     weights_of,
 )
 from attnforge.runtime.cases import shape_of, sizes_at
+from attnforge.runtime.decoding.device_cache import DeviceCache, Rows
 from attnforge.runtime.gpu import Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
@@ -109,6 +111,47 @@ class OnnxRuntimeGpu:
         stream.wait(event)
         return event
 
+    def bound(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Callable[[], None]:
+        """Bind a run from some arrays to others; those on the device, which are among both, are written in place. The
+        run can be called any number of times, and its outputs are complete when it returns.
+
+        Args:
+            inputs: inputs by name: arrays on the host, which are read again in each run, or rows of a cache.
+            outputs: outputs by name, likewise.
+        """
+        binding = self._binding()
+        on_host = [(name, value) for name, value in inputs.items() if isinstance(value, np.ndarray)]
+        for values, bind in ((inputs, binding.bind_input), (outputs, binding.bind_output)):
+            for name, value in values.items():
+                if isinstance(value, Rows):
+                    bind(name, *self._location(value.dtype, value.shape, value.address))
+        bind_host(binding, {}, {name: value for name, value in outputs.items() if isinstance(value, np.ndarray)})
+
+        kept = (inputs, outputs)  # the binding only has addresses
+
+        def run() -> None:
+            assert kept
+            self._binding()  # raises once the session is closed
+            with self._lock, self.gpu.current():
+                for name, array in on_host:  # a binding copies it to the device at once
+                    bind_host_input(binding, name, array)
+                self._execute(binding, NO_GRAPH)
+
+        return run
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """The type of an input in the model."""
+        return dtype_in(self._session, name)
+
+    def new_cache(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceCache:
+        """A cache of zeros on the device."""
+        return DeviceCache(self.gpu, shape, dtype)
+
+    def free_bytes(self) -> int:
+        """The device's free memory."""
+        with self.gpu.current():
+            return int(self.gpu.check(driver.cuMemGetInfo()[:2]))
+
     def output_shapes(self, shapes: Shapes) -> Sequence[tuple[int, ...]]:
         for spec, shape in zip(self._outputs, shapes.outputs, strict=True):
             if shape is None:
@@ -154,9 +197,9 @@ class OnnxRuntimeGpu:
             if isinstance(feed, np.ndarray):
                 bind_host_input(binding, spec.name, feed)
             else:
-                binding.bind_input(spec.name, *self._location(spec, feed.shape, feed.ptr))
+                binding.bind_input(spec.name, *self._location(spec.dtype, feed.shape, feed.ptr))
         for spec, view in zip(self._outputs, results, strict=True):
-            binding.bind_output(spec.name, *self._location(spec, view.shape, view.ptr))
+            binding.bind_output(spec.name, *self._location(spec.dtype, view.shape, view.ptr))
         self._execute(binding, NO_GRAPH, wait=False)
 
     def _replay(self, static: _Static, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
@@ -188,12 +231,12 @@ class OnnxRuntimeGpu:
             for spec, shape in zip(specs, sizes, strict=True):
                 assert shape is not None  # checked by output_shapes
                 side.append(self.gpu.allocate(prod(shape) * np.dtype(spec.dtype).itemsize))
-                bind(spec.name, *self._location(spec, shape, side[-1].address))
+                bind(spec.name, *self._location(spec.dtype, shape, side[-1].address))
         static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, *blocks)
         return static
 
-    def _location(self, spec: TensorSpec, shape: Sequence[int], address: int) -> tuple[Any, ...]:
-        dtype = np.dtype(spec.dtype)
+    def _location(self, dtype: str | np.dtype[Any], shape: Sequence[int], address: int) -> tuple[Any, ...]:
+        dtype = np.dtype(dtype)
         return "cuda", self.gpu.ordinal, BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type, list(shape), address
 
 

@@ -23,6 +23,7 @@ from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import NEXT, Bundle, DimSpec, Manifest
 from attnforge.errors import InputError, UnavailableError, UsageError, first_line
 from attnforge.machine import cpu_quota, processors
+from attnforge.memory import available
 from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
@@ -81,6 +82,7 @@ class OpenVino:
 
     name = "openvino"
     gpu = None
+    new_cache, free_bytes = staticmethod(np.zeros), staticmethod(available)
 
     def __init__(self, manifest: Manifest, file: Path | bytes, options: Options) -> None:
         import openvino

@@ -27,6 +27,9 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
     """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
     if bundle.manifest.decoding is not None and backend not in STEPPING:
         return f"decoder steps run on {', '.join(STEPPING)} only; {backend} has no caches that are updated in place"
+    record = bundle.manifest.targets.get("onnxruntime")
+    if bundle.manifest.decoding is not None and backend in ON_GPU and (record is None or record.cuda_model is None):
+        return "the bundle has no model of its steps for CUDA; deploy it again with --target onnxruntime"
     return _no_plan(bundle, backend, device) if backend in FLAVOURS else _no_model(bundle, backend)
 
 
@@ -294,7 +297,7 @@ REGISTRY = {
         ),
         Registered(
             "onnxruntime-cuda", "onnxruntime", ORT, "onnxruntime_gpu:OnnxRuntimeGpu", _no_provider, ("onnxruntime",),
-            on_gpu=True, provider=CUDA_PROVIDER,
+            on_gpu=True, provider=CUDA_PROVIDER, steps=True,
             uncertified="ONNX Runtime's fused sites were counted on the CPU, not for its CUDA provider",
         ),
         Registered(

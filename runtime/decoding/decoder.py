@@ -14,7 +14,6 @@ import numpy as np
 from attnforge.arrays import Array, is_torch, to_numpy, to_torch
 from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
 from attnforge.errors import InputError, RunError, UnavailableError, UsageError, first_line, raised_as
-from attnforge.memory import available
 from attnforge.numbers import whole
 from attnforge.runtime.inputs import check_index, writable
 
@@ -28,8 +27,9 @@ class Stepping(Protocol):
 
     name: str
 
-    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
-        """Bind a run from these arrays to these, which can be called any number of times. A cache is among both.
+    def bound(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Callable[[], None]:
+        """Bind a run from these arrays to these, which can be called any number of times. A cache, or samples of one,
+        is among both.
 
         Args:
             inputs: inputs by name, contiguous.
@@ -38,6 +38,12 @@ class Stepping(Protocol):
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
         """The type of an input: a backend may store caches in a wider type than the bundle says."""
+
+    def new_cache(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """A cache of zeros where the backend computes: an array, or what is indexed like one."""
+
+    def free_bytes(self) -> int | None:
+        """The free memory there; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class StepSpec:
 
 
 class Decoder:
-    """The caches of some samples, on the host, and the model's next step for them.
+    """The caches of some samples, where the backend computes, and the model's next step for them.
 
     Every sample has its own length. A decoder is for one thread at a time; several decoders of one session can run
     at once, each in its own thread.
@@ -103,14 +109,15 @@ class Decoder:
         self._backend, self._step = backend, step
         self._busy = threading.Lock()
         self._past = np.zeros(batch, np.int64)
-        needed, left = cache_bytes(backend, step, batch), available()
+        needed, left = cache_bytes(backend, step, batch), backend.free_bytes()
         if left is not None and needed > left:
             raise UnavailableError(
                 f"the caches of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, and "
                 f"{left / 2**30:,.2f} GiB are free; decode fewer samples at once, or deploy with fewer cache_tokens"
             )
         self._caches = {
-            spec.name: np.zeros((batch, *_fixed(spec)), backend.dtype_of(spec.name)) for spec in step.decoding.tensors
+            spec.name: backend.new_cache((batch, *_fixed(spec)), backend.dtype_of(spec.name))
+            for spec in step.decoding.tensors
         }
         self._token = np.zeros((batch, 1, *step.of_token(step.tokens)), np.dtype(step.tokens.dtype))
         self._answers = {

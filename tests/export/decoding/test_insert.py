@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import attnforge
-from attnforge.bundle import CANONICAL, Bundle
+from attnforge.bundle import CANONICAL, Bundle, Manifest
 from attnforge.errors import UsageError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.decoding.insert import with_cache
@@ -26,7 +27,7 @@ from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import in_float64
 from attnforge.export.graphs.float64 import inline_functions
-from attnforge.export.graphs.nodes import input_of, is_op
+from attnforge.export.graphs.nodes import constant_of, input_of, is_op
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.lowering.tuning import Tuner
@@ -35,6 +36,7 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.quiet import quiet
 from attnforge.runtime.parity.budget import relative_error
+from tests.support.bundles import rewrite
 from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
 
 WIDTH, HEADS, WORDS = 32, 4, 40
@@ -151,6 +153,28 @@ def test_a_published_model_is_the_same_function_step_by_step(published: tuple[st
     assert [cache.window for cache in decoding.caches] == windows
 
 
+def for_cuda(bundle: Bundle, folder: Path) -> Bundle:
+    """A copy of a bundle whose step for CUDA runs on the CPU's kernels, which also compute in fp16."""
+
+    def on_cpu(manifest: Manifest) -> None:
+        record = manifest.targets["onnxruntime"]
+        assert record.cuda_model is not None
+        record.model = record.cuda_model
+
+    return rewrite(Path(shutil.copytree(bundle.path, folder)), on_cpu)
+
+
+def test_the_step_for_cuda_is_the_same_function(published: tuple[str, Bundle], tmp_path: Path) -> None:
+    name, bundle = published
+    step = for_cuda(bundle, tmp_path / "cuda")
+    nodes = of_type(load_graph(step, step.manifest.targets["onnxruntime"].model), "GroupQueryAttention")
+    assert len(nodes) == (0 if name in BIASED else 2)  # CUDA's kernel adds no bias
+    for node in nodes:  # it reads this number on the host, so none that the device computes
+        assert int(constant_of(node.inputs[6])) == 72  # type: ignore[arg-type]
+    report = attnforge.verify(step, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    assert report.passed, (name, report.failures)
+
+
 def test_tensorrt_fuses_prompts_and_steps_of_a_published_model(published: tuple[str, Bundle]) -> None:
     name, bundle = published
     fused = bundle.manifest.attention.fused
@@ -210,6 +234,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         module, args, shapes = around(MODELS["Llama"]().eval(), 2, 9, 3, 70, only="input_ids")
     folder = tmp_path_factory.mktemp("llama") / "bundle"
     return attnforge.deploy(module, args, folder, shapes, targets=["onnxruntime"], tune=False, cache_tokens=72)
+
+
+def test_a_step_in_fp32_for_cuda_has_no_kernel_of_16_bits(llama: Bundle, tmp_path: Path) -> None:
+    step = for_cuda(llama, tmp_path / "cuda")
+    assert not of_type(load_graph(step, step.manifest.targets["onnxruntime"].model), "GroupQueryAttention")
+    report = attnforge.verify(step, ["onnxruntime-cpu"]).backends["onnxruntime-cpu"]
+    assert report.passed, report.failures
 
 
 def other_table(model: ir.Model) -> None:

@@ -26,6 +26,7 @@ from attnforge.cli import main
 from attnforge.errors import AttnforgeError, BuildError, UsageError
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.types import FLOAT, retype
+from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.sources.exported_program import open_program
 from attnforge.export.sources.onnx_file import import_graph
 from attnforge.export.sources.original import Original
@@ -582,3 +583,33 @@ def test_weights_that_are_fused_with_a_batch_norm_keep_their_type(precision: str
     assert len(products) == 3 and not any(node.op_type == "BatchNormalization" for node in model.graph)
     wanted = precision_named(precision).dtype
     assert {value.dtype.numpy() for node in products for value in node.inputs if value and value.dtype} == {wanted}
+
+
+class WidelyNormed(nn.Module):
+    """A norm as in GPT-OSS, whose weight is multiplied in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (self.weight * wide).to(x.dtype).clamp(-1, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_norm_has_one_type(precision: str) -> None:
+    """ONNX Runtime's kernels for bf16 take no scale in fp32."""
+    model = capture(WidelyNormed().eval(), (torch.randn(2, 8),), None, precision_named(precision)).model
+    (norm,) = (node for node in model.graph if node.op_type == "RMSNormalization")
+    assert [value.dtype for value in (*norm.inputs, *norm.outputs) if value is not None] == [ir.DataType.FLOAT] * 3
+
+
+def test_clip_is_computed_in_fp32_on_cuda() -> None:
+    """ONNX Runtime has no kernel for it in bf16 there."""
+    model = capture(WidelyNormed().eval(), (torch.randn(2, 8),), None, precision_named("bf16")).model
+    assert lower(model, [], {}, device="cuda").modified
+    (clip,) = (node for node in model.graph if node.op_type == "Clip")
+    assert {value.dtype for value in clip.inputs if value is not None} == {ir.DataType.FLOAT}
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)

@@ -22,7 +22,6 @@ from attnforge.errors import InputError, RunError, UnavailableError, UsageError
 from attnforge.memory import resident
 from attnforge.model import build_model
 from attnforge.runtime.backends.registry import why_not_here
-from attnforge.runtime.decoding import decoder as decoder_module
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.session import Session
@@ -34,11 +33,12 @@ from tests.support.pairs import pairs
 CLOSE = 2e-6
 
 
-WHY_NOT = why_not_here("openvino")
-BACKENDS = [
-    "onnxruntime-cpu",
-    pytest.param("openvino", marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))),
-]
+def needing(backend: str, *marks: pytest.MarkDecorator) -> Any:
+    why_not = why_not_here(backend)
+    return pytest.param(backend, marks=[*marks, pytest.mark.skipif(why_not is not None, reason=str(why_not))])
+
+
+BACKENDS = ["onnxruntime-cpu", needing("openvino"), needing("onnxruntime-cuda", pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -114,11 +114,12 @@ def test_cropped_tokens_are_forgotten(session: Session) -> None:
     assert relative_error(decoder.prefill(tokens), eager("rotary", tokens)[:, -1]) < CLOSE
 
 
+@pytest.mark.parametrize("backend", [BACKENDS[0], BACKENDS[2]])
 @pytest.mark.parametrize("kind", ["rotary", "uneven"])
-def test_cropped_numbers_do_not_reach_outputs(decoders: DeployDecoder, kind: str) -> None:
+def test_cropped_numbers_do_not_reach_outputs(decoders: DeployDecoder, kind: str, backend: str) -> None:
     """NaN times a weight of zero is NaN, so a hidden position must not contain NaN."""
     tokens = ids(2, 10)
-    with attnforge.load(decoders(kind, "fp32"), "onnxruntime-cpu") as session:
+    with attnforge.load(decoders(kind, "fp32"), backend) as session:
         decoder = session.decoder(2)
         decoder.prefill(ids(2, 20, seed=1))
         for cache in caches(decoder):
@@ -220,6 +221,10 @@ def caches(decoder: Decoder) -> list[Array]:
     return list(decoder._caches.values())
 
 
+def address_of(cache: Any) -> int:
+    return int(cache.ctypes.data if isinstance(cache, np.ndarray) else cache[:].address)
+
+
 def growth(run: Callable[[], None], limit: int) -> int:
     """How much memory the process gains by a run, in bytes. A leak grows in every run, while other threads and the
     allocator do so in some: run again, at most five times, where it is not below the limit."""
@@ -240,7 +245,7 @@ def test_caches_stay_in_place_and_nothing_grows(decoders: DeployDecoder, backend
     """A thousand steps: each writes one position of every cache in place, and memory does not grow."""
     with attnforge.load(decoders("rotary", "fp32"), backend) as session:
         decoder, tokens = session.decoder(2), ids(2)
-        addresses = [cache.ctypes.data for cache in caches(decoder)]
+        addresses = [address_of(cache) for cache in caches(decoder)]
 
         def run(steps: int) -> None:
             for _ in range(steps):
@@ -250,7 +255,7 @@ def test_caches_stay_in_place_and_nothing_grows(decoders: DeployDecoder, backend
 
         run(200)
         assert growth(lambda: run(1000), 2**20) < 2**20
-        assert [cache.ctypes.data for cache in caches(decoder)] == addresses
+        assert [address_of(cache) for cache in caches(decoder)] == addresses
         decoder.reset()
         decoder.step(tokens)
         assert all(cache[:, :, :1].any() and not cache[:, :, 1:].any() for cache in caches(decoder))
@@ -295,7 +300,8 @@ def test_memory_is_reported_before_it_is_allocated(session: Session, monkeypatch
     assert session.decoder(3).nbytes == 3 * size
     assert session.bundle.manifest.decoding is not None
     assert session.bundle.manifest.decoding.bytes_a_sample == size
-    monkeypatch.setattr(decoder_module, "available", lambda: size)
+    decoder = session.decoder()
+    monkeypatch.setattr(decoder._backend, "free_bytes", lambda: size)
     session.decoder(1)
     with pytest.raises(UnavailableError, match=r"caches of 2 samples with 40 tokens each take 0\.00 GiB"):
         session.decoder(2)
@@ -328,10 +334,10 @@ def test_invalid_inputs_are_refused_before_anything_is_written(session: Session,
     call, message = WRONG[wrong]
     decoder, tokens = session.decoder(2), ids(2, 4)
     decoder.prefill(tokens[:, :3])
-    before = [cache.copy() for cache in caches(decoder)]
+    before = [np.array(cache[:, :, :]) for cache in caches(decoder)]
     with pytest.raises(InputError, match=message):
         call(decoder)
-    assert all(np.array_equal(cache, kept) for cache, kept in zip(caches(decoder), before, strict=True))
+    assert all(np.array_equal(cache[:, :, :], kept) for cache, kept in zip(caches(decoder), before, strict=True))
     assert relative_error(decoder.step(tokens[:, 3]), eager("rotary", tokens)[:, -1]) < CLOSE
 
 
@@ -410,9 +416,18 @@ def test_a_bundle_without_a_cache_has_no_decoder(small: DeploySmall) -> None:
 
 
 def test_other_backends_report_that_they_have_no_steps(decoders: DeployDecoder) -> None:
-    with pytest.raises(UnavailableError, match="decoder steps run on onnxruntime-cpu, openvino only"):
+    with pytest.raises(UnavailableError, match="decoder steps run on onnxruntime-cuda, onnxruntime-cpu, openvino only"):
         attnforge.load(decoders("rotary", "fp32"), "tensorrt_rtx")
     assert "tensorrt_rtx" in attnforge.verify(decoders("rotary", "fp32")).skipped
+
+
+def test_a_bundle_without_a_step_for_cuda_says_so(decoders: DeployDecoder, tmp_path: Path) -> None:
+    def without(manifest: Manifest) -> None:
+        manifest.targets["onnxruntime"].cuda_model = None
+
+    bundle = rewrite(Path(shutil.copytree(decoders("rotary", "fp32").path, tmp_path / "bundle")), without)
+    with pytest.raises(UnavailableError, match="has no model of its steps for CUDA; deploy it again"):
+        attnforge.load(bundle, "onnxruntime-cuda")
 
 
 def test_a_run_refuses_more_tokens_than_the_profile_has(session: Session) -> None:
