@@ -27,6 +27,11 @@ ALIASES = {
 }
 """Other names of keywords, accepted by every function that has the keyword."""
 
+SAID_OTHERWISE = {
+    "io_precision": "precision='auto-fp16' (or auto-bf16) computes in 16 bits, with inputs and outputs in fp32"
+}
+"""Keywords of other tools whose meaning has another keyword's value here, and which."""
+
 LISTS = frozenset({"against", "backends", "compute_capabilities", "data", "require_fused", "stop", "targets"})
 """Keywords that take several values; a single one may be given alone."""
 
@@ -49,6 +54,8 @@ def guessable(options: type | None = None) -> Callable[[Callable[P, T]], Callabl
             taken = signature.bind_partial(*args).arguments.keys() | keywords.keys()
             for given, value in keywords.items():
                 name = given if given in known else ALIASES.get(given, given)
+                if name not in known and name in SAID_OTHERWISE:
+                    raise UsageError(f"{function.__name__} has no keyword {given!r}: {SAID_OTHERWISE[name]}")
                 if name not in known:
                     raise UnknownNameError(f"keyword of {function.__name__}", given, known.keys() - {"self"})
                 if name != given and name in taken:

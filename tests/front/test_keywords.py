@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
 import attnforge
+from attnforge.bundle import CANONICAL
 from attnforge.errors import BundleError, CaptureError, InputError, UnknownNameError, UsageError
+from attnforge.export.graphs.saving import load_graph
 from attnforge.export.options import DeployOptions
 from attnforge.export.sources.torch_module import capture
 from attnforge.keywords import ALIASES, guessable
@@ -53,6 +56,18 @@ def test_unknown_keywords_get_the_nearest_known_one() -> None:
         called(["a"], target="b")
     with pytest.raises(UnknownNameError, match=r"'dynamic_axes'; known: .* did you mean dynamic_shapes\?"):
         attnforge.deploy(torch.nn.Identity(), torch.ones(1), dynamic_axes={})  # type: ignore[call-arg]
+
+
+def test_a_keyword_of_other_tools_is_answered_with_the_value_that_does_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"deploy has no keyword 'io_precision': precision='auto-fp16'"):
+        attnforge.deploy(torch.nn.Identity(), torch.ones(1), io_precision="fp32")  # type: ignore[call-arg]
+    bundle = attnforge.deploy(
+        torch.nn.Linear(8, 8), torch.randn(2, 8), tmp_path / "bundle", precision="auto-fp16", targets="onnxruntime",
+        tune=False,
+    )  # fmt: skip
+    graph = load_graph(bundle, CANONICAL).graph
+    assert {value.dtype for value in (*graph.inputs, *graph.outputs)} == {ir.DataType.FLOAT}
+    assert any(node.op_type == "Gemm" and node.outputs[0].dtype == ir.DataType.FLOAT16 for node in graph)
 
 
 def test_every_alias_stands_for_a_keyword_of_the_front_door() -> None:
