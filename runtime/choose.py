@@ -71,7 +71,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
         machine=this_machine(),
         versions=versions(libraries_of(able)),
         sizes=next(case.sizes for case in bundle.manifest.cases if case.kind == "example"),
-        picked=next(iter(fastest_first(milliseconds)), None),
+        picked=next(iter(fastest_first(milliseconds, bundle.manifest)), None),
         milliseconds=milliseconds,
         dropped=dropped,
         seconds=round(time.perf_counter() - start, 3),

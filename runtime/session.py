@@ -32,7 +32,7 @@ from attnforge.keywords import guessable
 from attnforge.numbers import whole
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.backend import Backend
-from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, by_preference, open_first
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, REGISTRY, by_preference, open_first
 from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.decoding.generation import Sampler, generate
@@ -357,7 +357,7 @@ class Session:
 
     def _on(self, device: int) -> Session:
         """The session itself, unless a CUDA device was asked for and its backend runs on the CPU."""
-        if device and self._backend.gpu is None:
+        if device and self.backend not in ON_GPU:
             self.close()
             raise UsageError(f"device is {device}, and {self.backend} runs on the CPU; leave it out, or name a backend")
         return self
@@ -377,7 +377,7 @@ class Session:
         if stream is not None:
             raise UsageError(
                 "a CUDA stream was given, and the inputs are on the host: the call waits for its outputs; leave it out"
-                if self._backend.gpu is not None
+                if self.backend in ON_GPU
                 else f"a CUDA stream was given, and {self.backend} runs on the CPU; leave it out"
             )
         arrays = [on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]

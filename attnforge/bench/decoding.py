@@ -34,7 +34,7 @@ from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.export.sources.named import check_trusted
 from attnforge.memory import resident
 from attnforge.runtime.backends.eager import run, torch_dtype
-from attnforge.runtime.backends.registry import STEPPING
+from attnforge.runtime.backends.registry import ON_GPU, STEPPING
 from attnforge.runtime.decoding.decoder import StepSpec
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of
@@ -363,7 +363,8 @@ def _contender(entry: Entry[Stepper], raced: Raced[Stepper], results: DecodingRe
     steps = []
     for context, rounds in zip(results.contexts, times, strict=False):
         latency, limit = latency_of(rounds, raced.openings), results.limits.get(context)
-        share = None if limit is None else ratio_of(limit.latency.rounds, rounds, raced.openings)
+        is_on_host = limit is not None and entry.name not in ON_GPU  # the limit is a copy in the host's memory
+        share = None if limit is None or not is_on_host else ratio_of(limit.latency.rounds, rounds, raced.openings)
         rate = per_second(latency.median, results.batch)
         steps.append(StepTime(context=context, latency=latency, per_second=rate, share=share))
     firsts = [

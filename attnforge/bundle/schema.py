@@ -241,6 +241,8 @@ class TargetRecord(StoredRecord):
     Attributes:
         model: file of the lowered graph, or what a target of another package runs.
         cuda_model: file of the graph for ONNX Runtime on CUDA, if it differs from the CPU's.
+        cuda_step: whether that graph is a decoder step that runs there; false for the steps of earlier versions, which
+            were not made for it, and for caches in 8 bits.
         tuning: how forms were measured; None if rules chose them.
         session: settings of ONNX Runtime's session on the machine that deployed the bundle.
         attention_precision: name of the precision of attention, if it is not the bundle's.
@@ -253,6 +255,7 @@ class TargetRecord(StoredRecord):
 
     model: TargetFile
     cuda_model: ModelName | None = None
+    cuda_step: bool = False
     tuning: Tuning | None = None
     session: SessionSettings | None = None
     attention_precision: PrecisionName | None = None

@@ -110,8 +110,8 @@ def _try(device: Device, backend: str, wanted: Sequence[str], item: Item) -> Non
 
 
 def tests(device: Device) -> list[Task]:
-    """Return the task that runs the tests that need a GPU."""
-    return [(PYTEST, partial(_tests, device))]
+    """Return the tasks that run the tests that need a GPU, one for each file."""
+    return [(f"{PYTEST} {file}", partial(_tests, device, file)) for file in gpu_tests()]
 
 
 def gpu_tests() -> list[str]:
@@ -120,15 +120,11 @@ def gpu_tests() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text("utf-8")]
 
 
-def _tests(device: Device, item: Item) -> None:
-    files = gpu_tests()
-    if not files:
-        item.skipped[PYTEST] = "there is no source checkout with tests here"
-        return
+def _tests(device: Device, file: str, item: Item) -> None:
     if importlib.util.find_spec("pytest") is None:
         item.skipped[PYTEST] = "pytest is not installed"
         return
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", file]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=max(device.run.left, 5.0))
     except subprocess.TimeoutExpired as error:

@@ -22,11 +22,11 @@ def page(results: GpuResults) -> str:
     """Return the figures as Markdown."""
     step = {name: results.steps.get(name, StepResult()) for name in SHARES}
     claims = [(claim.text, claim.answer, claim.because) for claim in results.claims]
-    tests = [item.values.get("summary") or "did not end" for item in step["tests"].items.values()]
+    tests = [f"`{key}`: {item.values.get('summary') or 'did not end'}" for key, item in step["tests"].items.items()]
     sections = {
         "Claims": [markdown_table(("claim", "", "because"), claims)],
         "Machine and backends": _environment(step["environment"]),
-        "Tests": [f"`pytest -m gpu`: {text}" for text in tests],
+        "Tests": tests,
         "Parity": _parity(step["parity"]),
         "Ceilings of the device": _ceilings(step["ceilings"]),
         "Published models": _latencies(step["published"]),

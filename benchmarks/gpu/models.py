@@ -86,8 +86,12 @@ class Large:
             wanted: compute capabilities for TensorRT-RTX's plan; by default those that worked when it was tried.
         """
         if list(targets) == ["tensorrt"] and plans.in_use():
-            made = self.deploy(folder, sizes, ["tensorrt_rtx"], item, ["SM80"])
-            return made if item.failed else attempt(item.failed, "tensorrt", partial(plans.add_plan, folder)) or made
+            inner = Item()
+            made = self.deploy(folder, sizes, ["tensorrt_rtx"], inner, ["SM80"])
+            if not inner.failed:
+                attempt(inner.failed, "tensorrt", partial(plans.add_plan, folder))
+            item.failed |= dict.fromkeys(["tensorrt"] if inner.failed else [], " ".join(inner.failed.values()))
+            return made
         from attnforge.cache import DeployCache
         from attnforge.export.certificate import certify
         from attnforge.export.graphs.saving import Shelf

@@ -56,9 +56,9 @@ def group_query(op: Builder, a: Attention, name: str, all_slots: bool = False) -
         op: records the nodes.
         a: the site.
         name: name for the node by which the site is identified.
-        all_slots: give the number of all slots as that of the longest sample's tokens, which is then a constant. CUDA's
-            kernel reads it on the host, where a number that the device computes would not have arrived yet; each
-            sample's own number limits what it reads.
+        all_slots: give the number of all slots as that of the longest sample's tokens, which is then a constant; each
+            sample's own number limits what is read. On CUDA the answers were wrong with a computed one (ONNX Runtime
+            1.31), which the kernel reads on the host.
     """
     cached = a.cached
     assert cached is not None
@@ -167,7 +167,7 @@ def over_filled(
     cached, mask = a.cached, a.mask
     assert cached is not None and mask is not None
     count = op.Shape(a.node.inputs[0], start=2, end=3)
-    end = op.Add(op.ReduceMax(cached.past, keepdims=1), count)
+    end = op.ReduceMax(op.Add(cached.past, count), keepdims=1)  # on the host, where CUDA's Slice reads it
     filled = Size(1, (FILLED,))
     has_sink = cached.seen.sinks is not None
     attended = filled.plus(1) if has_sink else filled

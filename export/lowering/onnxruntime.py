@@ -87,7 +87,8 @@ on its own. The kernel copies its inputs, so all heads at once take twice these 
 chosen, which is about two percent faster."""
 
 WITHOUT_BF16 = ("Clip",)
-"""Operators that ONNX Runtime 1.31 cannot run in bf16 on CUDA; they are computed in fp32."""
+"""Operators that keep ONNX Runtime 1.31 from opening a graph in bf16 on CUDA; they are computed in fp32. Others without
+a kernel for bf16 there are left as they are."""
 
 MANY_SCORES = 512 * 512
 """Scores per head from which a form that does not materialise them is worth any transposes that it needs, and causal

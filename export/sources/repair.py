@@ -15,9 +15,11 @@ from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, typed
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
+
+FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
 LEAST_BYTES = 1024
 """Minimum size of a weight that is shared."""
@@ -88,16 +90,19 @@ def optimise(model: ir.Model) -> None:
         clean(model)
     with _rules_by_operator():
         onnx_fusions.fuse(model)
-    _normalise_in_the_type_of_the_scale(model.graph)
+    for node in list(model.graph):
+        if is_op(node, "RMSNormalization") and {input_of(node).dtype, input_of(node, 1).dtype} == {FLOAT, BFLOAT16}:
+            result = insert(model.graph, node, partial(_in_one_type, node=node))
+            replace_value(node.outputs[0], result)
+            model.graph.remove(node, safe=True)
 
 
-def _normalise_in_the_type_of_the_scale(graph: ir.Graph) -> None:
-    """Cast the input of a norm whose scale has another type, as before onnxscript 0.7 fused the cast into it: the
-    standard allows both types, and ONNX Runtime has no kernel for bfloat16 with a scale in float32."""
-    for node in list(graph):
-        if is_op(node, "RMSNormalization") and (dtype := input_of(node, 1).dtype) not in (None, input_of(node).dtype):
-            wide = insert(graph, node, partial(cast, value=input_of(node), dtype=dtype), stem=f"{node.name}/input")
-            node.replace_input_with(0, wide)
+def _in_one_type(op: Builder, node: ir.Node) -> ir.Value:
+    """A norm in float32 whose input or scale is in bfloat16. The standard allows two types, and onnxscript 0.7 fuses
+    casts into the operator; ONNX Runtime 1.31 has no kernel for these two on CUDA."""
+    x, scale = (cast(op, input_of(node, i), FLOAT) for i in range(2))
+    result = like(op.op("RMSNormalization", [x, scale], node.attributes), node.outputs[0], FLOAT)
+    return cast(op, result, input_of(node, 1).dtype or FLOAT)
 
 
 def _keep_types(graph: ir.Graph) -> None:

@@ -67,6 +67,8 @@ class OnnxRuntimeGpu:
         self._outputs = bundle.manifest.graph_outputs
         self._lock = threading.Lock()
         self._graphs = options.graphs is True
+        if self._graphs and bundle.manifest.decoding is not None:
+            raise UsageError("graphs=True was given, and steps of a decoder are not captured; leave it out")
         # ONNX Runtime replays a graph only on the thread that captured it, so one thread captures and replays all
         self._replays = ThreadPoolExecutor(1, "attnforge-replays")
         self._static: dict[tuple[tuple[int, ...], ...], _Static] = {}
@@ -131,8 +133,8 @@ class OnnxRuntimeGpu:
 
         def run() -> None:
             assert kept
-            self._binding()  # raises once the session is closed
             with self._lock, self.gpu.current():
+                self._open()
                 for name, array in on_host:  # a binding copies it to the device at once
                     bind_host_input(binding, name, array)
                 self._execute(binding, NO_GRAPH)
@@ -141,7 +143,7 @@ class OnnxRuntimeGpu:
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
         """The type of an input in the model."""
-        return dtype_in(self._session, name)
+        return dtype_in(self._open(), name)
 
     def new_cache(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceCache:
         """A cache of zeros on the device."""
@@ -176,10 +178,13 @@ class OnnxRuntimeGpu:
 
     # ---
 
-    def _binding(self) -> Any:
+    def _open(self) -> Any:
         if self._session is None:
             raise UsageError("the session was closed; load the bundle again")
-        return self._session.io_binding()
+        return self._session
+
+    def _binding(self) -> Any:
+        return self._open().io_binding()
 
     def _execute(self, binding: Any, graph: str, wait: bool = True) -> None:
         options = ort.RunOptions()

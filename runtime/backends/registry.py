@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice
+from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice, Manifest
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices, this_machine, versions
 from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered
@@ -28,8 +28,11 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
     if bundle.manifest.decoding is not None and backend not in STEPPING:
         return f"decoder steps run on {', '.join(STEPPING)} only; {backend} has no caches that are updated in place"
     record = bundle.manifest.targets.get("onnxruntime")
-    if bundle.manifest.decoding is not None and backend in ON_GPU and (record is None or record.cuda_model is None):
-        return "the bundle has no model of its steps for CUDA; deploy it again with --target onnxruntime"
+    if bundle.manifest.decoding is not None and backend in ON_GPU and not (record and record.cuda_step):
+        return (
+            "the bundle has no step for CUDA: an earlier version deployed it, or its caches are in 8 bits; deploy it "
+            "again without --cache-precision"
+        )
     return _no_plan(bundle, backend, device) if backend in FLAVOURS else _no_model(bundle, backend)
 
 
@@ -118,14 +121,14 @@ def by_preference(bundle: Bundle) -> list[str]:
     """The backends that `auto` tries, in order.
 
     On the machine that deployed the bundle: the backends that were measured there, those on a GPU first, each group
-    from the fastest on; then the others in the registry's order, without those that missed the budget. Elsewhere: the
-    registry's order; if no backend met the budget, those that missed it come last. A backend without a target in the
-    bundle is tried only if it was measured.
+    from the fastest on (a decoder's by time alone); then the others in the registry's order, without those that missed
+    the budget. Elsewhere: the registry's order; if no backend met the budget, those that missed it come last. A backend
+    without a target in the bundle is tried only if it was measured.
     """
     choice, by_rule = chosen_here(bundle), [name for name, row in REGISTRY.items() if row.targets]
     if choice is None:
         return by_rule
-    measured = fastest_first(choice.milliseconds)
+    measured = fastest_first(choice.milliseconds, bundle.manifest)
     left = [name for name in by_rule if name not in measured and name not in choice.dropped]
     return [*measured, *left] if measured else [*left, *(name for name in by_rule if name in choice.dropped)]
 
@@ -141,9 +144,11 @@ def chosen_here(bundle: Bundle) -> Choice | None:
     return choice if choice.versions == versions(libraries_of([*choice.milliseconds, *choice.dropped])) else None
 
 
-def fastest_first(milliseconds: Mapping[str, float]) -> list[str]:
-    """Backends on a GPU, whose callers' arrays stay there, before those on the CPU; then by time."""
-    return sorted(milliseconds, key=lambda name: (name not in ON_GPU, milliseconds[name]))
+def fastest_first(milliseconds: Mapping[str, float], manifest: Manifest) -> list[str]:
+    """Backends on a GPU, where callers' arrays stay, before those on the CPU, except for decoders, which take arrays on
+    the host; then by time."""
+    takes_device_arrays = manifest.decoding is None
+    return sorted(milliseconds, key=lambda name: (takes_device_arrays and name not in ON_GPU, milliseconds[name]))
 
 
 # --- what this machine lacks ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 
 from attnforge.arrays import Array, is_torch, to_numpy, to_torch
 from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
-from attnforge.errors import InputError, RunError, UnavailableError, UsageError, first_line, raised_as
+from attnforge.errors import DeviceError, InputError, RunError, UnavailableError, UsageError, first_line, raised_as
 from attnforge.numbers import whole
 from attnforge.runtime.inputs import check_index, writable
 
@@ -115,10 +115,13 @@ class Decoder:
                 f"the caches of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, and "
                 f"{left / 2**30:,.2f} GiB are free; decode fewer samples at once, or deploy with fewer cache_tokens"
             )
-        self._caches = {
-            spec.name: backend.new_cache((batch, *_fixed(spec)), backend.dtype_of(spec.name))
-            for spec in step.decoding.tensors
-        }
+        try:
+            self._caches = {
+                spec.name: backend.new_cache((batch, *_fixed(spec)), backend.dtype_of(spec.name))
+                for spec in step.decoding.tensors
+            }
+        except DeviceError as error:
+            raise UnavailableError(f"the caches of {batch} samples, {needed / 2**30:,.2f} GiB: {error}") from error
         self._token = np.zeros((batch, 1, *step.of_token(step.tokens)), np.dtype(step.tokens.dtype))
         self._answers = {
             spec.name: np.zeros((batch, 1, *step.of_token(spec)), np.dtype(spec.dtype)) for spec in step.outputs

@@ -10,7 +10,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from attnforge.arrays import Array
-from attnforge.runtime.gpu import Gpu
+from attnforge.runtime.gpu import Block, Gpu
 
 LEGACY_DEFAULT_STREAM = 0
 
@@ -25,11 +25,13 @@ class Rows(NamedTuple):
         shape: `(samples, heads, slots, size)`.
         dtype: type of the numbers.
         address: address of the first number on the device.
+        block: the memory, which is not freed before.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     address: int
+    block: Block
 
 
 class DeviceCache:
@@ -53,7 +55,7 @@ class DeviceCache:
         if isinstance(index, slice):
             samples = range(self.shape[0])[index]
             address = self._block.address + samples.start * prod(self.shape[1:]) * self.dtype.itemsize
-            return Rows((len(samples), *self.shape[1:]), self.dtype, address)
+            return Rows((len(samples), *self.shape[1:]), self.dtype, address, self._block)
         chosen, first, count = self._parts(index)
         read = np.empty((len(chosen), self.shape[1], count, self.shape[3]), self.dtype)
         with self._gpu.current():
@@ -86,5 +88,5 @@ class DeviceCache:
 
 
 def _heads(array: Array) -> Iterator[Array]:
-    """The consecutive numbers of each sample and head; none if there are no slots."""
+    """The consecutive numbers of each sample and head."""
     return iter(array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]))

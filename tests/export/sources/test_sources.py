@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attnforge
-from attnforge.arrays import Array
+from attnforge.arrays import Array, to_numpy
 from attnforge.cli import main
 from attnforge.errors import AttnforgeError, BuildError, UsageError
-from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.execute import as_it_is, at_own_precision
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.sources.exported_program import open_program
@@ -585,31 +585,34 @@ def test_weights_that_are_fused_with_a_batch_norm_keep_their_type(precision: str
     assert {value.dtype.numpy() for node in products for value in node.inputs if value and value.dtype} == {wanted}
 
 
-class WidelyNormed(nn.Module):
-    """A norm as in GPT-OSS, whose weight is multiplied in fp32."""
+class Normed32(nn.Module):
+    """A norm in fp32, whose weight is multiplied in fp32 as in GPT-OSS, or in the input's type as in T5."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_fp32: bool) -> None:
         super().__init__()
+        self.in_fp32 = in_fp32
         self.weight = nn.Parameter(torch.rand(8) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = 1e5 * x.float()  # beyond the range of 16 bits
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (self.weight * wide).to(x.dtype).clamp(-1, 1)
+        return (self.weight * (wide if self.in_fp32 else wide.to(x.dtype))).to(x.dtype).clamp(-1, 1)
 
 
+@pytest.mark.parametrize("in_fp32", [True, False])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_norm_has_one_type(precision: str) -> None:
-    """ONNX Runtime's kernels for bf16 take no scale in fp32."""
-    model = capture(WidelyNormed().eval(), (torch.randn(2, 8),), None, precision_named(precision)).model
-    (norm,) = (node for node in model.graph if node.op_type == "RMSNormalization")
-    assert [value.dtype for value in (*norm.inputs, *norm.outputs) if value is not None] == [ir.DataType.FLOAT] * 3
-
-
-def test_clip_is_computed_in_fp32_on_cuda() -> None:
-    """ONNX Runtime has no kernel for it in bf16 there."""
-    model = capture(WidelyNormed().eval(), (torch.randn(2, 8),), None, precision_named("bf16")).model
-    assert lower(model, [], {}, device="cuda").modified
-    (clip,) = (node for node in model.graph if node.op_type == "Clip")
-    assert {value.dtype for value in clip.inputs if value is not None} == {ir.DataType.FLOAT}
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+def test_a_norm_of_two_types(precision: str, in_fp32: bool) -> None:
+    """ONNX Runtime's kernels for CUDA take fp16 with fp32, but not bf16 with fp32; Clip not in bf16 either."""
+    module, x = Normed32(in_fp32).eval(), torch.randn(2, 8)
+    captured = capture(module, (x,), None, precision_named(precision))
+    (norm,) = (node for node in captured.model.graph if node.op_type == "RMSNormalization")
+    types = {value.dtype for value in norm.inputs if value is not None}
+    assert types == {ir.DataType.FLOAT} or precision == "fp16"
+    given = {"x": to_numpy("x", captured.args[0])}
+    expected = captured.eager(given)["output"]
+    assert relative_error(at_own_precision(captured.model)(given)["output"], expected) < 0.01
+    lower(captured.model, [], {}, device="cuda")
+    (clip,) = (node for node in captured.model.graph if node.op_type == "Clip")
+    assert (clip.inputs[0].dtype == ir.DataType.FLOAT) == (precision == "bf16")  # type: ignore[union-attr]
+    if precision == "bf16":  # onnx refuses the two types that its standard allows
+        onnx.checker.check_model(ir.to_proto(captured.model), full_check=True)

@@ -396,8 +396,9 @@ def test_a_run_that_fails_changes_nothing(session: Session, monkeypatch: pytest.
     assert relative_error(decoder.step(tokens[:, 1]), eager("rotary", tokens)[:, -1]) < CLOSE
 
 
-def test_a_closed_session_runs_no_step(decoders: DeployDecoder) -> None:
-    session = attnforge.load(decoders("rotary", "fp32"), "onnxruntime-cpu")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closed_session_runs_no_step(decoders: DeployDecoder, backend: str) -> None:
+    session = attnforge.load(decoders("rotary", "fp32"), backend)
     decoder = session.decoder()
     decoder.step(np.array([1]))
     session.close()
@@ -405,6 +406,9 @@ def test_a_closed_session_runs_no_step(decoders: DeployDecoder) -> None:
         decoder.step(np.array([1]))
     with pytest.raises(UsageError, match="closed"):
         session.decoder()
+    if backend != "openvino":  # which knows its types without its library
+        with pytest.raises(UsageError, match="closed"):
+            decoder.fork()
 
 
 def test_a_bundle_without_a_cache_has_no_decoder(small: DeploySmall) -> None:
@@ -423,10 +427,10 @@ def test_other_backends_report_that_they_have_no_steps(decoders: DeployDecoder) 
 
 def test_a_bundle_without_a_step_for_cuda_says_so(decoders: DeployDecoder, tmp_path: Path) -> None:
     def without(manifest: Manifest) -> None:
-        manifest.targets["onnxruntime"].cuda_model = None
+        manifest.targets["onnxruntime"].cuda_step = False  # as from an earlier version
 
     bundle = rewrite(Path(shutil.copytree(decoders("rotary", "fp32").path, tmp_path / "bundle")), without)
-    with pytest.raises(UnavailableError, match="has no model of its steps for CUDA; deploy it again"):
+    with pytest.raises(UnavailableError, match="has no step for CUDA: an earlier version deployed it"):
         attnforge.load(bundle, "onnxruntime-cuda")
 
 
