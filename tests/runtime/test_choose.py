@@ -130,9 +130,11 @@ def test_a_decoder_is_timed_on_a_prompt_and_as_many_steps(
     assert choice is not None and choice.picked == "onnxruntime-cpu" and set(runs) == {"onnxruntime-cpu", "openvino"}
 
 
-def test_gpu_backends_come_first() -> None:
+def test_gpu_backends_come_first_unless_arrays_are_on_the_host(deployed: Bundle, decoders: DeployDecoder) -> None:
     times = {"openvino": 1.0, "tensorrt_rtx": 3.0, "onnxruntime-cpu": 2.0, "onnxruntime-cuda": 2.5}
-    assert fastest_first(times) == ["onnxruntime-cuda", "tensorrt_rtx", "openvino", "onnxruntime-cpu"]
+    first = fastest_first(times, deployed.manifest)
+    assert first == ["onnxruntime-cuda", "tensorrt_rtx", "openvino", "onnxruntime-cpu"]
+    assert fastest_first(times, decoders("rotary", "fp32").manifest) == sorted(times, key=lambda name: times[name])
 
 
 @needs_openvino
