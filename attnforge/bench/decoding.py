@@ -20,7 +20,7 @@ import torch
 from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
-from attnforge.bench.contenders.decoding.stepper import Ours, Stepper
+from attnforge.bench.contenders.decoding.stepper import Stepper, ours
 from attnforge.bench.contenders.peers import PeerJob, expected, with_threads
 from attnforge.bench.experiment import Experiment, finished, new_run, source_text
 from attnforge.bench.interval import latency_of, per_second, ratio_of
@@ -127,7 +127,7 @@ def measure_decoding(
         for tokens in results.prompts:
             length = f"{tokens:,} tokens"
             workloads.append(Prompt(f"check the prompt of {length} on", f"prompts of {length}", truth, ids[:, :tokens]))
-        entries = entries_of(experiment, job, STEPPING, Ours, DECODING_PEERS, _refused, results.skipped)
+        entries = entries_of(experiment, job, STEPPING, ours, DECODING_PEERS, _refused, results.skipped)
         raced = run_race(experiment, entries, workloads, results.skipped, stack)
         results.wrong = raced.wrong
         for context, copy, times in zip(copies, copies.values(), raced.times, strict=False):

@@ -21,6 +21,7 @@ import typer
 from attnforge.machine import compute_capability, cuda_devices, device_name, tool_versions, versions
 from benchmarks.experiment import RESULTS
 from benchmarks.gpu.conclusions import failed_tests, wrong_answers
+from benchmarks.gpu.decoding import decoding
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import environment, tests
 from benchmarks.gpu.lean import plans
@@ -34,7 +35,7 @@ NO_DEVICE = 3
 """Exit code without a CUDA device."""
 
 STEPS: dict[str, Callable[[Device], list[Task]]] = {
-    step.__name__: step for step in (environment, tests, ceilings, published, attention, latency, overhead)
+    step.__name__: step for step in (environment, tests, ceilings, published, decoding, attention, latency, overhead)
 }
 """The functions that list the tasks of each step except `parity`."""
 

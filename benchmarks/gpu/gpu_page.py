@@ -30,6 +30,7 @@ def page(results: GpuResults) -> str:
         "Parity": _parity(step["parity"]),
         "Ceilings of the device": _ceilings(step["ceilings"]),
         "Published models": _latencies(step["published"]),
+        "Decoding": _latencies(step["decoding"]),
         "Attention alone": _attention(step["attention"], ceilings_of(results)),
         "Patch attention": _latencies(step["latency"]),
         "Overhead of a session": _overhead(step["overhead"]),

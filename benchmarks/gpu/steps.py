@@ -24,6 +24,7 @@ SHARES = {
     "parity": 0.4,
     "ceilings": 0.1,
     "published": 0.5,
+    "decoding": 0.4,
     "attention": 0.4,
     "latency": 0.85,
     "overhead": 1.0,

@@ -20,7 +20,7 @@ from attnforge.arrays import Array
 from attnforge.bench import decoding
 from attnforge.bench.contenders.decoding import in_onnxruntime, registry
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
-from attnforge.bench.contenders.decoding.stepper import Ours, Stepper
+from attnforge.bench.contenders.decoding.stepper import OfDecoder, Stepper, ours
 from attnforge.bench.contenders.peers import Peer, PeerJob, expected
 from attnforge.bench.results import DecodingResults
 from attnforge.bundle import CANONICAL, Bundle, Source
@@ -111,7 +111,7 @@ def test_every_contender_answers_as_the_model_without_a_cache(
             with pytest.raises(UnavailableError):
                 DECODING_PEERS[name].open(job, stack)
             return
-        stepper = Ours(name, job, stack) if name == "onnxruntime-cpu" else DECODING_PEERS[name].open(job, stack)
+        stepper = ours(name, job, stack) if name == "onnxruntime-cpu" else DECODING_PEERS[name].open(job, stack)
         ((_, exact),) = expected(job.module, job.precision, job.feeds).values()
         ids = job.feeds["input_ids"]
         assert furthest(stepper, ids, exact.reshape(batch, TOKENS, -1)) < 4e-6
@@ -134,17 +134,20 @@ def test_graphs_of_peers_have_the_caches_that_their_names_say(llama: Bundle) -> 
 
 
 def test_every_contender_has_times_and_a_wrong_one_has_none(llama: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(Ours):
+    class Wrong(OfDecoder):
         def extend(self, tokens: Array) -> Array:
             return super().extend(tokens) * np.float32(1.001)
+
+    def wrong(job: PeerJob, stack: ExitStack) -> Stepper:
+        session = stack.enter_context(attnforge.load(job.bundle, "onnxruntime-cpu"))
+        return Wrong(session.decoder(job.batch), job.output)
 
     def broken(job: PeerJob, stack: ExitStack) -> Stepper:
         raise RuntimeError("it is broken")
 
     for name in DECODING_PEERS.keys() - {"onnxruntime-concat"}:
         monkeypatch.delitem(DECODING_PEERS, name)
-    wrong: Peer[Stepper] = Peer("wrong", make=lambda job, stack: Wrong("onnxruntime-cpu", job, stack))
-    monkeypatch.setitem(DECODING_PEERS, "wrong", wrong)
+    monkeypatch.setitem(DECODING_PEERS, "wrong", Peer("wrong", make=wrong))
     monkeypatch.setitem(DECODING_PEERS, "broken", Peer("broken", make=broken))
     results = attnforge.benchmark(
         llama,

@@ -27,6 +27,7 @@ from attnforge.precision import precision_named
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import (
     conclusions,
+    decoding,
     environment,
     gpu_page,
     models,
@@ -646,3 +647,20 @@ def test_figures_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
     write(GpuResults(steps={"parity": StepResult(items={"vit, fp16": Item(checks={"tensorrt_rtx": bad})})}), tmp_path)
     kept = read(tmp_path).steps["parity"].items["vit, fp16"].checks["tensorrt_rtx"]
     assert np.isnan(kept.error) and kept.budget == float("inf")
+
+
+def test_steps_of_a_decoder_are_timed_once_they_are_right(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model, and its step through `torch.compile` without code in C++."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "num_attention_heads": 2}
+    small = {**decoding.SIZES, **sizes, "intermediate_size": 48, "vocab_size": 60}
+    monkeypatch.setattr(decoding, "SIZES", small)
+    monkeypatch.setattr(decoding, "OPTIONS", {**decoding.OPTIONS, "tokens": "9", "max_tokens": "16"})
+    monkeypatch.setattr(decoding, "CACHE_TOKENS", 256)
+    monkeypatch.setattr(decoding, "PRECISION", "fp32")
+    monkeypatch.setattr(racing, "race_seconds", lambda device: 0.1)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    items = step(run, "decoding", partial(decoding.decoding, Device(run))).items
+    assert list(items) == ["1 × 1 token after 128", "a prompt of 16 tokens"]
+    for item in items.values():
+        assert not item.failed and set(item.timings) == {"onnxruntime-cpu", COMPILE, EAGER}
+        assert all(check.passed for check in item.checks.values())

@@ -25,7 +25,7 @@ def compiled_static(job: PeerJob, stack: ExitStack) -> Stepper:
 
 def eager_dynamic(job: PeerJob, stack: ExitStack) -> Stepper:
     """A model of transformers with the default cache of its `generate`, which grows by concatenation."""
-    model = _of_transformers(job.torch_module())
+    model = language_model_in(job.torch_module())
     if model is None:
         raise UnavailableError("its module is not a model of transformers, which this growing cache needs")
     return OfTransformers(model, None, is_compiled=False)
@@ -36,12 +36,12 @@ def eager_static(job: PeerJob, stack: ExitStack, is_compiled: bool = False) -> S
     module = job.torch_module()
     if isinstance(module, Decoder):
         return OfAttnforge(module, job.batch, job.decoding.places, is_compiled)
-    if (model := _of_transformers(module)) is not None:
+    if (model := language_model_in(module)) is not None:
         return OfTransformers(model, job.decoding.places, is_compiled)
     raise UnavailableError("its module has no step with a cache: it is neither transformers' nor attnforge's decoder")
 
 
-def _of_transformers(module: nn.Module) -> Any:
+def language_model_in(module: nn.Module) -> Any:
     """Return the outermost language model of transformers in a module, or None."""
     try:
         from transformers import PreTrainedModel
@@ -80,7 +80,10 @@ class OfTransformers:
         run = self._step if tokens.shape[1] == 1 else self._model
         with torch.no_grad(), as_written():
             result = run(
-                input_ids=to_torch(tokens), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+                input_ids=to_torch(tokens).to(self._model.device),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
             )  # the head runs on the last token only, as in its `generate`
         return to_numpy("logits", result.logits[:, -1])
 

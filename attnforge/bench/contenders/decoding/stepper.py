@@ -7,6 +7,7 @@ from typing import Protocol
 
 from attnforge.arrays import Array
 from attnforge.bench.contenders.peers import PeerJob
+from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.session import load
 
 
@@ -42,13 +43,23 @@ class Counting:
         self._past = 0
 
 
-class Ours:
+def ours(name: str, job: PeerJob, stack: ExitStack) -> Stepper:
     """A decoder of the bundle on one of its backends."""
+    session = stack.enter_context(load(job.bundle, name, threads=job.threads))
+    return OfDecoder(session.decoder(job.batch), job.output)
 
-    def __init__(self, name: str, job: PeerJob, stack: ExitStack) -> None:
-        session = stack.enter_context(load(job.bundle, name, threads=job.threads))
-        self._decoder, self._output = session.decoder(job.batch), job.output
-        self._marked = self._decoder.lengths
+
+class OfDecoder:
+    """A decoder of a bundle.
+
+    Args:
+        decoder: the decoder.
+        output: name of the output with logits.
+    """
+
+    def __init__(self, decoder: Decoder, output: str) -> None:
+        self._decoder, self._output = decoder, output
+        self._marked = decoder.lengths
 
     def extend(self, tokens: Array) -> Array:
         is_step = tokens.shape[1] == 1
