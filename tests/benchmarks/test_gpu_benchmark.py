@@ -24,6 +24,7 @@ from attnforge.bundle import MANIFEST, Case
 from attnforge.errors import RunError
 from attnforge.machine import cuda_devices
 from attnforge.precision import precision_named
+from benchmarks.experiments.decoding import SIZES
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import (
     conclusions,
@@ -652,7 +653,7 @@ def test_figures_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
 def test_steps_of_a_decoder_are_timed_once_they_are_right(run: GpuRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model, and its step through `torch.compile` without code in C++."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "num_attention_heads": 2}
-    small = {**decoding.SIZES, **sizes, "intermediate_size": 48, "vocab_size": 60}
+    small = {**SIZES, **sizes, "intermediate_size": 48, "vocab_size": 60}
     monkeypatch.setattr(decoding, "SIZES", small)
     monkeypatch.setattr(decoding, "OPTIONS", {**decoding.OPTIONS, "tokens": "9", "max_tokens": "16"})
     monkeypatch.setattr(decoding, "CACHE_TOKENS", 256)
