@@ -274,6 +274,7 @@ def _insert_caches(d: Deployment, progress: Progress) -> None:
     }
     d.expected = ExpectedCaches(decoding.places, names, d.whole, d.source.model, d.sites, stored)
     decoding.tokenizer = TOKENIZER if options.tokenizer is not None else None
+    decoding.cuda = not stored
 
 
 def _save(d: Deployment, progress: Progress) -> None:

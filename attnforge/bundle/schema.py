@@ -241,8 +241,6 @@ class TargetRecord(StoredRecord):
     Attributes:
         model: file of the lowered graph, or what a target of another package runs.
         cuda_model: file of the graph for ONNX Runtime on CUDA, if it differs from the CPU's.
-        cuda_step: whether that graph is a decoder step that runs there; false for the steps of earlier versions, which
-            were not made for it, and for caches in 8 bits.
         tuning: how forms were measured; None if rules chose them.
         session: settings of ONNX Runtime's session on the machine that deployed the bundle.
         attention_precision: name of the precision of attention, if it is not the bundle's.
@@ -255,7 +253,6 @@ class TargetRecord(StoredRecord):
 
     model: TargetFile
     cuda_model: ModelName | None = None
-    cuda_step: bool = False
     tuning: Tuning | None = None
     session: SessionSettings | None = None
     attention_precision: PrecisionName | None = None
@@ -499,6 +496,8 @@ class Decoding(StoredRecord):
         vocabulary: number of ids in the embedding table; None if tokens are not ids.
         stop: stop token ids.
         tokenizer: file of the `tokenizers` library that turns text into ids; None if there is none.
+        cuda: whether the graph for ONNX Runtime on CUDA is a step that runs there; false in older bundles, whose graphs
+            were not made for it, and for caches in 8 bits.
     """
 
     tokens: Name
@@ -510,6 +509,7 @@ class Decoding(StoredRecord):
     vocabulary: Count | None = None
     stop: list[Count] = []
     tokenizer: FileName | None = None
+    cuda: bool = False
 
     @property
     def tensors(self) -> list[TensorSpec]:

@@ -46,10 +46,8 @@ def begin(job: Job, progress: Progress) -> Finish:
         if not known:
             job.reuse.keep_forms(sizes, tuner.chosen)
         record.tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
-    stepped = caches(job.model)
-    if job.precision.is_low or stepped:
+    if job.precision.is_low or caches(job.model):
         model = job.model.clone()
-        record.cuda_step = bool(stepped) and all(cache.dtype != ir.DataType.INT8 for cache in stepped)
         lower(model, job.sites, sizes, device="cuda")
         record.cuda_model = job.shelf.save(model, "onnxruntime/model.cuda.onnx")
     operators = compiled_operators(job.folder / record.model)

@@ -27,8 +27,7 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
     """Why `backend` cannot run `bundle` on this machine and its CUDA device `device`, or None."""
     if bundle.manifest.decoding is not None and backend not in STEPPING:
         return f"decoder steps run on {', '.join(STEPPING)} only; {backend} has no caches that are updated in place"
-    record = bundle.manifest.targets.get("onnxruntime")
-    if bundle.manifest.decoding is not None and backend in ON_GPU and not (record and record.cuda_step):
+    if bundle.manifest.decoding is not None and backend in ON_GPU and not bundle.manifest.decoding.cuda:
         return (
             "the bundle has no step for CUDA: an earlier version deployed it, or its caches are in 8 bits; deploy it "
             "again without --cache-precision"

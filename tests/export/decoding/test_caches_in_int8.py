@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
-from attnforge.errors import BuildError, BundleError, UnknownNameError, UsageError
+from attnforge.errors import BuildError, BundleError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.graphs.build import Builder, typed
 from attnforge.export.graphs.qdq import InInt8
@@ -80,6 +80,13 @@ def test_the_kernel_reads_int8_itself(deployed: Bundle) -> None:
         assert sizes == [(32,), (32,)]  # two heads of 16
         assert node.attributes.get_int("do_rotary") == 1
     assert not [node for node in model.graph if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+
+
+def test_a_gpu_does_not_run_them(deployed: Bundle) -> None:
+    """It never has; `test_decoder` has the caches that a GPU runs."""
+    assert deployed.manifest.decoding is not None and not deployed.manifest.decoding.cuda
+    with pytest.raises(UnavailableError, match=r"no step for CUDA: .* or its caches are in 8 bits"):
+        attnforge.load(deployed, "onnxruntime-cuda")
 
 
 def test_tensorrt_has_no_caches_in_int8(tmp_path: Path) -> None:

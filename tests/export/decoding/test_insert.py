@@ -158,7 +158,7 @@ def for_cuda(bundle: Bundle, folder: Path) -> Bundle:
 
     def on_cpu(manifest: Manifest) -> None:
         record = manifest.targets["onnxruntime"]
-        assert record.cuda_model is not None and record.cuda_step
+        assert record.cuda_model is not None
         record.model = record.cuda_model
 
     return rewrite(Path(shutil.copytree(bundle.path, folder)), on_cpu)

@@ -427,7 +427,8 @@ def test_other_backends_report_that_they_have_no_steps(decoders: DeployDecoder) 
 
 def test_a_bundle_without_a_step_for_cuda_says_so(decoders: DeployDecoder, tmp_path: Path) -> None:
     def without(manifest: Manifest) -> None:
-        manifest.targets["onnxruntime"].cuda_step = False  # as from an earlier version
+        assert manifest.decoding is not None and manifest.decoding.cuda
+        manifest.decoding.cuda = False  # as from an earlier version
 
     bundle = rewrite(Path(shutil.copytree(decoders("rotary", "fp32").path, tmp_path / "bundle")), without)
     with pytest.raises(UnavailableError, match="has no step for CUDA: an earlier version deployed it"):
