@@ -19,7 +19,7 @@ from attnforge.export.graphs.build import Builder, cast, constant, dims_of, inse
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
-FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+FLOAT = ir.DataType.FLOAT
 
 LEAST_BYTES = 1024
 """Minimum size of a weight that is shared."""
@@ -91,15 +91,16 @@ def optimise(model: ir.Model) -> None:
     with _rules_by_operator():
         onnx_fusions.fuse(model)
     for node in list(model.graph):
-        if is_op(node, "RMSNormalization") and {input_of(node).dtype, input_of(node, 1).dtype} == {FLOAT, BFLOAT16}:
+        types = {input_of(node, i).dtype for i in range(2)} if is_op(node, "RMSNormalization") else set()
+        if len(types) == 2 and types < {FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}:
             result = insert(model.graph, node, partial(_in_one_type, node=node))
             replace_value(node.outputs[0], result)
             model.graph.remove(node, safe=True)
 
 
 def _in_one_type(op: Builder, node: ir.Node) -> ir.Value:
-    """A norm in float32 whose input or scale is in bfloat16. The standard allows two types, and onnxscript 0.7 fuses
-    casts into the operator; ONNX Runtime 1.31 has no kernel for these two on CUDA."""
+    """A norm in float32 whose input or scale is in 16 bits. The standard allows two types, and onnxscript 0.7 fuses the
+    casts between them; ONNX Runtime 1.31 has no kernel for two on the CPU, nor for bfloat16 and float32 on CUDA."""
     x, scale = (cast(op, input_of(node, i), FLOAT) for i in range(2))
     result = like(op.op("RMSNormalization", [x, scale], node.attributes), node.outputs[0], FLOAT)
     return cast(op, result, input_of(node, 1).dtype or FLOAT)

@@ -14,6 +14,7 @@ from attnforge.bundle import Bundle, Manifest
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
 from attnforge.export.graphs.types import DOUBLE
+from attnforge.memory import available
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.backends.registry import REGISTRY
@@ -67,6 +68,7 @@ class DoubleSteps:
     """
 
     name, gpu = "float64", None
+    new_cache, free_bytes = staticmethod(np.zeros), staticmethod(available)
 
     def __init__(self, model: ir.Model) -> None:
         for node in list(model.graph):
