@@ -446,8 +446,7 @@ def filled_of(op_type: str) -> Alter:
     """Compute the filled part from another sample than the longest one."""
 
     def alter(g: Graph) -> None:
-        end = producer(required(Step(g, FIRST).filled()[0].inputs[2]))
-        most = producer(end.inputs[0])
+        most = producer(required(Step(g, FIRST).filled()[0].inputs[2]))
         if most.op_type != "ReduceMax":
             raise NotThere("the longest sample")
         most.op_type = op_type
