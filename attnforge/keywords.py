@@ -54,7 +54,7 @@ def guessable(options: type | None = None) -> Callable[[Callable[P, T]], Callabl
             taken = signature.bind_partial(*args).arguments.keys() | keywords.keys()
             for given, value in keywords.items():
                 name = given if given in known else ALIASES.get(given, given)
-                if name not in known and name in SAID_OTHERWISE:
+                if name in SAID_OTHERWISE and "precision" in known:
                     raise UsageError(f"{function.__name__} has no keyword {given!r}: {SAID_OTHERWISE[name]}")
                 if name not in known:
                     raise UnknownNameError(f"keyword of {function.__name__}", given, known.keys() - {"self"})

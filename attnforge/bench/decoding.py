@@ -363,8 +363,8 @@ def _contender(entry: Entry[Stepper], raced: Raced[Stepper], results: DecodingRe
     steps = []
     for context, rounds in zip(results.contexts, times, strict=False):
         latency, limit = latency_of(rounds, raced.openings), results.limits.get(context)
-        is_on_host = limit is not None and entry.name not in ON_GPU  # the limit is a copy in the host's memory
-        share = None if limit is None or not is_on_host else ratio_of(limit.latency.rounds, rounds, raced.openings)
+        is_elsewhere = entry.name in ON_GPU  # the limit is a copy in the host's memory
+        share = None if limit is None or is_elsewhere else ratio_of(limit.latency.rounds, rounds, raced.openings)
         rate = per_second(latency.median, results.batch)
         steps.append(StepTime(context=context, latency=latency, per_second=rate, share=share))
     firsts = [

@@ -31,6 +31,8 @@ PRECISION, BATCHES, CONTEXTS, PROMPTS = "fp16", (1, 8), (128, 1024), (16, 256, 1
 
 OPTIONS = {"inputs": "input_ids", "batch": "2", "max_batch": str(max(BATCHES)), "tokens": "128", "max_tokens": "256"}
 
+BACKENDS = [name for name in ON_GPU if name in STEPPING]
+
 CHECKED = WARM_UP + 1
 """The calls whose answers may be checked, which therefore all start from the same tokens."""
 
@@ -56,7 +58,7 @@ def _llama(device: Device) -> tuple[Bundle, nn.Module]:
     (module, args, shapes), _ = build(
         Published("llama-100m", "decoder", "LlamaForCausalLM", SIZES).source(folder), OPTIONS, None
     )
-    backends = device.usable(Item(), [name for name in ON_GPU if name in STEPPING])
+    backends = device.usable(Item(), BACKENDS)
     bundle = deploy(
         module, args, folder / "bundle", shapes, PRECISION, targets_of(backends), tune=False, cache=False,
         cache_tokens=CACHE_TOKENS,
@@ -84,7 +86,7 @@ def _after(device: Device, batch: int, context: int, count: int, item: Item) -> 
             stepper = OfTransformers(language_model_in(module), CACHE_TOKENS, is_compiled)
             return OpenContender(_extending(stepper, tokens, context), waits=True)
 
-        backends = device.usable(item, [name for name in ON_GPU if name in STEPPING])
+        backends = device.usable(item, BACKENDS)
         ways: dict[str, Callable[[], OpenContender]] = {name: partial(ours, name) for name in backends}
         if device.peers:
             ways |= {COMPILE: partial(torchs, True), EAGER: partial(torchs, False)}
