@@ -10,7 +10,7 @@ timesteps and positions multiply such a constant by a thousand and take the sine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -51,6 +51,34 @@ LEFT_TO_TORCH = frozenset({
 """Operators that torch decomposes although they have ONNX functions, which are wrong (`narrow` from the end) or
 untested."""
 
+AS_IT_IS = frozenset({
+    aten._to_copy.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
+})  # fmt: skip
+"""Operators that return a complex number of the same dtype unchanged."""
+
+FACTORS = frozenset({aten.div.Tensor, aten.mul.Tensor})
+"""Operators that multiply a complex number by a real one, or divide it by one."""
+
+
+def _axis(dim: int) -> int:
+    """The axis of real pairs, whose last is the pair, for one of complex numbers."""
+    return dim - 1 if dim < 0 else dim
+
+
+OF_PAIRS: Mapping[OpOverload, Callable[..., tuple[Any, ...]]] = {
+    aten.expand.default: lambda sizes: ([*sizes, -1],),
+    aten.flatten.using_ints: lambda start=0, end=-1: (_axis(start), _axis(end)),
+    aten.index.Tensor: lambda indices: (indices,),
+    aten.index_select.default: lambda dim, indices: (_axis(dim), indices),
+    aten.repeat.default: lambda repeats: ([*repeats, 1],),
+    aten.reshape.default: lambda sizes: ([*sizes, 2],),
+    aten.select.int: lambda dim, index: (_axis(dim), index),
+    aten.unsqueeze.default: lambda dim: (_axis(dim),),
+    aten.view.default: lambda sizes: ([*sizes, 2],),
+}
+"""Views of complex numbers for which torch's exporter has no function, or one that it does not test; and from their
+arguments after the first, those of the same view of real pairs."""
+
 CLOSE = 1e-3
 """The largest difference, relative and absolute, between two results of the same operators."""
 
@@ -63,7 +91,8 @@ FLOAT16 = ir.DataType.FLOAT16
 def decomposed(
     decompose: Callable[[ExportedProgram, Any], ExportedProgram], program: ExportedProgram, registry: Any
 ) -> ExportedProgram:
-    """Return a program whose operators have ONNX functions and write to none of their inputs.
+    """Return a program whose operators have ONNX functions and write to none of their inputs. The exporter writes
+    complex numbers as pairs of real ones, but lacks functions for some of their operators: these work on pairs already.
 
     Args:
         decompose: torch's own function for this.
@@ -78,23 +107,81 @@ def decomposed(
     if any(map(_is_projected, nodes)):
         registry.functions.pop("aten::lstm.input")
         return decompose(program, registry)
-    if not all(_has_function(node, known) for node in nodes):
-        return decompose(program, registry)
-    for node in nodes:
-        if node.target in CASTS:
-            dtype = node.kwargs.get("dtype", (*node.args, None, None)[CASTS[node.target]])
-            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
-        elif node.target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
-            node.target, node.args = aten.transpose.int, (*node.args, -2, -1)
-        elif node.target == aten.numpy_T.default:
-            axes = range(node.meta["val"].dim())
-            node.target, node.args = aten.permute.default, (*node.args, [*reversed(axes)])
-        elif node.target == aten.chunk.default:  # the exporter's returns as many parts as asked for, some of them empty
-            size, dim = _chunk(node)
-            node.target, node.args, node.kwargs = aten.split.Tensor, (node.args[0], size, dim), {}
-        node.target = SAME.get(node.target, node.target)
+    if all(_has_function(node, known) for node in nodes):
+        _rename(nodes)
+    else:
+        program = decompose(program, registry)
+    for node in program.graph.nodes:
+        with program.graph.inserting_before(node):
+            if (in_pairs := _in_pairs(node)) is not None:
+                node.replace_all_uses_with(in_pairs)
     program.graph.eliminate_dead_code()
     return program
+
+
+def _rename(nodes: Iterable[Node]) -> None:
+    """Replace operators that are others under another name, in place."""
+    for node in nodes:
+        target: Any = node.target
+        if target in CASTS:
+            dtype = node.kwargs.get("dtype", (*node.args, None, None)[CASTS[target]])
+            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
+        elif target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
+            node.target, node.args = aten.transpose.int, (*node.args, -2, -1)
+        elif target == aten.numpy_T.default:
+            axes = range(node.meta["val"].dim())
+            node.target, node.args = aten.permute.default, (*node.args, [*reversed(axes)])
+        elif target == aten.chunk.default:  # the exporter's returns as many parts as asked for, some of them empty
+            size, dim = _chunk(node)
+            node.target, node.args, node.kwargs = aten.split.Tensor, (node.args[0], size, dim), {}
+        else:
+            node.target = SAME.get(target, target)
+
+
+def _in_pairs(node: Node) -> Node | None:
+    """Insert what computes a view, a product or an exponential of complex numbers by real pairs, and return it; None if
+    the exporter has a function for the node."""
+    target: Any = node.target
+    x, *rest = node.args or (None,)
+    if target == aten.mul.Tensor and not _is_complex(x):
+        if isinstance(factor := rest[0], complex):
+            parts = (_call(node, target, x, part) for part in (factor.real, factor.imag))
+            return _call(node, aten.complex.default, *parts)
+        x, rest = rest[0], [x]
+    if not _is_complex(x):
+        return None
+    assert isinstance(x, Node)
+    if target in AS_IT_IS and node.meta["val"].dtype == x.meta["val"].dtype:
+        return x
+    pairs = _call(node, aten.view_as_real.default, x)
+    if target == aten.exp.default:
+        real, angle = (_call(node, aten.select.int, pairs, -1, part) for part in (0, 1))
+        return _call(node, aten.polar.default, _call(node, target, real), angle)
+    if target in OF_PAIRS:
+        rest = [*OF_PAIRS[target](*rest)]
+    elif target in FACTORS and not _is_complex(rest[0]):
+        rest = [_call(node, aten.unsqueeze.default, x, -1) if isinstance(_value(x), Tensor) else x for x in rest]
+    else:
+        return None
+    return _call(node, aten.view_as_complex.default, _call(node, target, pairs, *rest))
+
+
+def _value(argument: Any) -> Any:
+    """The fake value of a node, or an argument that is none. Conjugates have numbers of their own, as in ONNX."""
+    value = argument.meta.get("val") if isinstance(argument, Node) else argument
+    return value.resolve_conj() if isinstance(value, Tensor) else value
+
+
+def _is_complex(argument: Any) -> bool:
+    value = _value(argument)
+    return isinstance(value, Tensor) and value.is_complex()
+
+
+def _call(node: Node, operator: Any, *args: Any) -> Node:
+    """Insert a call of an operator in the graph of `node`, whose place in the module it shares."""
+    call = node.graph.call_function(operator, args)
+    call.meta = {**node.meta, "val": operator(*map_arg(args, _value))}
+    return call
 
 
 def _is_projected(node: Node) -> bool:

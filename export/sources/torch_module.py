@@ -260,6 +260,11 @@ def _input_names(module: nn.Module, args: Sequence[Tensor]) -> list[str]:
             raise CaptureError(
                 f"example input {i} is {type(arg).__name__}; give tensors, in the order of forward's arguments"
             )
+        if arg.is_complex():
+            raise CaptureError(
+                f"example input {i} is {str(arg.dtype).removeprefix('torch.')}; take real pairs, as torch.view_as_real "
+                "makes them"
+            )
     names: list[str] = []
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:

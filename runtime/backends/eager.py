@@ -46,7 +46,10 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
     _take_by_position(copied)
-    return copied.eval().requires_grad_(False).to(dtype)
+    copied.eval().requires_grad_(False)
+    # `copied.to(dtype)` would drop the imaginary part of complex buffers.
+    converted: nn.Module = copied._apply(lambda tensor: _to(tensor, dtype))  # type: ignore[no-untyped-call]
+    return converted
 
 
 def _take_by_position(module: nn.Module) -> None:
@@ -233,6 +236,8 @@ def _tensors(result: Any) -> list[Tensor]:
     items = [*items] if isinstance(items, tuple | list) else [items]
     if not items or not all(isinstance(item, Tensor) for item in items):
         raise CaptureError("the module must return a tensor, or a tuple, list, dict or dataclass of tensors")
+    if any(item.is_complex() for item in items):
+        raise CaptureError("the module returns complex numbers; return real pairs, as torch.view_as_real makes them")
     return items
 
 

@@ -75,13 +75,55 @@ def test_operands_of_several_dtypes_are_cast_as_torch_does() -> None:
     check(Promoted())
 
 
-def check(module: nn.Module) -> None:
+class Complex(nn.Module):
+    """Positions as complex numbers in a buffer, as in Llama's own code, with the views that exporters lack."""
+
+    turns: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        angles = torch.outer(torch.arange(64.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        numbers = torch.view_as_complex(x.reshape(*x.shape[:2], 4, 2))  # (batch, tokens, 4)
+        positions = torch.arange(x.shape[1], device=x.device)
+        gathered = self.turns[positions].unsqueeze(-3).expand(x.shape[0], -1, -1)
+        others = self.turns.index_select(-2, positions).reshape(1, x.shape[1], 4) * 1.5
+        last = self.turns[-1].repeat(2, 1).to("cpu")[:, None].select(-3, 1)
+        results = (
+            numbers * gathered, numbers / self.scale, self.scale * numbers * others, (numbers * last).flatten(-2),
+            numbers.mT.contiguous().conj() * x[:, :1, :1], numbers + gathered.clone() / x.shape[1],
+        )  # fmt: skip
+        turned = numbers * torch.exp(1j * torch.outer(positions.float(), torch.tensor([1.0, 0.5, 0.3, 0.1])))
+        return *(torch.view_as_real(result) for result in results), turned.imag, (-0.5j * x.long()).real
+
+
+def test_complex_numbers_are_pairs() -> None:
+    check(Complex(), rtol=1e-5, atol=1e-6)
+
+
+def test_complex_inputs_and_outputs_are_refused() -> None:
+    pairs, precision = torch.randn(2, 5, 8, 2), precision_named("fp32")
+    with pytest.raises(CaptureError, match="example input 0 is complex64; take real pairs"):
+        capture(nn.Identity(), (torch.view_as_complex(pairs),), None, precision)
+    with pytest.raises(CaptureError, match="the module returns complex numbers; return real pairs"):
+        capture(Conjugate(), (pairs,), None, precision)
+
+
+class Conjugate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(x).conj()
+
+
+def check(module: nn.Module, rtol: float = 0, atol: float = 0) -> None:
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     captured = capture(module.eval(), (x,), SHAPES, precision_named("fp32"))
     other = torch.randn(3, 7, 8, generator=torch.Generator().manual_seed(1))
     got = as_it_is(captured.model)({"x": other.numpy()}).values()
     for array, expected in zip(got, module(other), strict=True):
-        torch.testing.assert_close(torch.from_numpy(array), expected, rtol=0, atol=0)
+        torch.testing.assert_close(torch.from_numpy(array), expected, rtol=rtol, atol=atol)
 
 
 def test_what_has_no_function_is_decomposed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:

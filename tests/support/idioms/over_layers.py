@@ -312,6 +312,19 @@ def rotary_positions(s: Layers, x: Tensor) -> Tensor:
 
 
 @idiom()
+def rotary_positions_as_complex_numbers(s: Layers, x: Tensor) -> Tensor:
+    q, k, v = s.qkv(x)
+    angles = torch.outer(torch.arange(x.shape[1]).float(), 10.0 ** -torch.arange(8).float())
+    turns = torch.polar(torch.ones_like(angles), angles)[None, None]
+
+    def turned(t: Tensor) -> Tensor:
+        numbers = torch.view_as_complex(t.float().reshape(*t.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * turns).flatten(3).type_as(t)
+
+    return s.merge((turned(q) @ turned(k).mT / 4).softmax(-1) @ v)
+
+
+@idiom()
 def cached_keys_in_front(s: Layers, x: Tensor, cache: Tensor) -> Tensor:
     q, k, v = s.qkv(x)
     k, v = torch.cat([cache, k], 2), torch.cat([cache * 2, v], 2)
