@@ -124,9 +124,9 @@ def capture(
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
-        answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
+        answers = [outputs_of(copied, cast, dtype)]
         with counted(copied) as ran:
-            answers.append(outputs_of(copied, [arg.clone() for arg in cast], dtype))
+            answers.append(outputs_of(copied, cast, dtype))
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "

@@ -40,8 +40,13 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's.
 
     Raises:
-        CaptureError: the module cannot be copied.
+        CaptureError: it is no module, or a TorchScript one, or cannot be copied.
     """
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"the model is a {type(module).__name__}; give a torch.nn.Module, and for TorchScript, the module that was "
+            "traced or scripted"
+        )
     dtype = torch_dtype(precision)
     with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
@@ -144,7 +149,7 @@ def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) ->
         CaptureError: it fails, in one line that names the line of code, or does not return tensors.
     """
     try:
-        return named_outputs(module(*args))
+        return named_outputs(module(*(arg.clone() for arg in args)))  # a module may write to its inputs
     except (CaptureError, MemoryError):
         raise
     except Exception as error:

@@ -63,6 +63,10 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "positions": (lambda s, y: y + torch.arange(TOKENS, dtype=y.dtype)[:, None] / TOKENS, ()),
     "resized": (lambda s, y: F.interpolate(y[:, None], scale_factor=2.0, mode="bilinear"), ()),
     "zeros of its own": (lambda s, y: torch.cat([y.new_zeros(2, 1, DIM), y], 1), ()),
+    "inputs written to": (
+        lambda s, y, hidden: y.masked_fill(hidden.logical_not_(), 0),
+        (torch.rand(2, TOKENS, 1) < 0.7,),
+    ),
     "cumulated": (lambda s, y: y.cumsum(1) / TOKENS, ()),
 }
 

@@ -112,6 +112,12 @@ def test_complex_inputs_and_outputs_are_refused() -> None:
         capture(Conjugate(), (pairs,), None, precision)
 
 
+@pytest.mark.parametrize("model", [torch.relu, nn.Linear, torch.jit.script(nn.Linear(8, 8))])
+def test_what_is_no_module_is_refused(model: Any) -> None:
+    with pytest.raises(CaptureError, match=r"the model is a \w+; give a torch.nn.Module"):
+        capture(model, (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
 class Conjugate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.view_as_complex(x).conj()
