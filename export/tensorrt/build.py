@@ -64,15 +64,6 @@ class Plan:
         fused = [layer for layer in self.layers if layer.is_fused_attention and nodes & {*layer.onnx_nodes}]
         return fused[0].name if nodes and nodes <= {node for layer in fused for node in layer.onnx_nodes} else None
 
-    def scores_of(self, onnx_node: str) -> int | None:
-        """The number of scores that the fused layers of `onnx_node` compute together; None if it is not fused, or if a
-        layer's tensors do not show it, as with dynamic dims."""
-        if self.kernel_of(onnx_node) is None:
-            return None
-        names = {*self.layers_of(onnx_node)}
-        counts = [layer.scores for layer in self.layers if layer.name in names and layer.is_fused_attention]
-        return None if None in counts else sum(count for count in counts if count is not None)
-
     def layers_of(self, onnx_node: str) -> list[str]:
         """Names of the layers that compute `onnx_node`."""
         return [la.name for la in self.layers if any(_is_part(node, onnx_node) for node in la.onnx_nodes)]
