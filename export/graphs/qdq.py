@@ -41,6 +41,19 @@ class Between:
         """The weight as it is stored."""
         return input_of(self.weight)
 
+    @property
+    def with_bias(self) -> tuple[ir.Node, ir.Value | None]:
+        """The last node of the product and its bias: the Add of one number per output channel, or else the product
+        itself."""
+        output = self.product.outputs[0]
+        users = [use.node for use in output.uses()]
+        if len(users) != 1 or users[0].op_type != "Add" or output.is_graph_output():
+            return self.product, None
+        bias = next((value for value in users[0].inputs if value is not output), None)
+        is_bias = bias is not None and bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1
+        width = output.shape[-1] if output.shape is not None else None
+        return (users[0], bias) if is_bias and bias is not None and bias.shape == [width] else (self.product, None)
+
     @classmethod
     def of(cls, node: ir.Node) -> Between | None:
         """The Q/DQ around a node; None for a node without Q/DQ."""
@@ -201,10 +214,20 @@ def stored_before(value: ir.Value) -> ir.Value | None:
     return stored if stored.dtype == INT8 and not stored.is_initializer() else None
 
 
-def in_int8(op: Builder, x: ir.Value, scale: float) -> ir.Value:
-    """Round `x`, float32 of any shape, to int8 with Q/DQ of one scale > 0."""
-    step, zero = constant(op, scale, FLOAT), constant(op, 0, INT8)
-    return like(op.DequantizeLinear(like(op.QuantizeLinear(x, step, zero), x, INT8), step, zero), x)
+def rounded_to(op: Builder, x: ir.Value, scale: float, dtype: ir.DataType, name: str | None = None) -> ir.Value:
+    """Round `x`, of any shape, to a low-bit type with Q/DQ of one scale.
+
+    Args:
+        op: records the nodes.
+        x: of a floating-point type.
+        scale: scale of its numbers, > 0.
+        dtype: the low-bit type.
+        name: for the QuantizeLinear.
+    """
+    assert x.dtype is not None
+    step, zero = constant(op, scale, x.dtype), constant(op, 0, dtype)
+    low = like(op.op("QuantizeLinear", [x, step, zero], name=name), x, dtype)
+    return like(op.DequantizeLinear(low, step, zero), x)
 
 
 def rounding_of(softmax: str) -> str:

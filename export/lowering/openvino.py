@@ -27,7 +27,7 @@ from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, atte
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import Builder
 from attnforge.export.graphs.passes import SitesResult
-from attnforge.export.graphs.qdq import in_int8 as rounded
+from attnforge.export.graphs.qdq import INT8, rounded_to
 from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
@@ -160,7 +160,7 @@ _PRODUCTS = "MatMul·Softmax·MatMul"
 def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = None) -> ir.Value:
     query, key, value = a.inputs(op, [a.layout(*dims) for dims in (QUERY, KEY, VALUE)])
     if in_int8 is not None:
-        query, key = (rounded(op, x, scale) for x, scale in zip((query, key), in_int8, strict=True))
+        query, key = (rounded_to(op, x, scale, INT8) for x, scale in zip((query, key), in_int8, strict=True))
     result = attention_node(
         op, name, query, key, value, a.mask, scale=a.scale, is_causal=a.is_causal, softcap=a.softcap,
         softmax_precision=0 if a.softmax_dtype == a.dtype else a.softmax_dtype.value,
