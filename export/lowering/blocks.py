@@ -11,7 +11,7 @@ of Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys aro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from attnforge.export.graphs.build import Builder, broadcast_like, constant, dim
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.forms import Candidate, Emit
 from attnforge.export.masks.at_blocks import mask_at_blocks
 
 BOOL = ir.DataType.BOOL
@@ -29,6 +30,36 @@ BOOL = ir.DataType.BOOL
 BAND = "attnforge.band"
 """Metadata of a node that attends in blocks: least and most of `query − key`, by the indices of the tokens or of their
 chunks, and how many first keys every block has."""
+
+
+BLOCKS = (64, 128, 256)
+"""Queries per block of the forms on a CPU."""
+
+
+def forms_in_blocks(
+    a: Attention, form: str, node: str, emit: Callable[[int], Emit], tokens: int, many: bool, more: str = ""
+) -> Iterator[Candidate]:
+    """The forms of a site in blocks of its band, if it has one; the smallest blocks that are not narrower than it pay
+    where they skip half of the products.
+
+    Args:
+        a: the site.
+        form: name of what is computed in blocks.
+        node: name of the node by which the site is identified.
+        emit: takes the queries per block; returns what writes the form.
+        tokens: the usual number of queries, and of keys.
+        many: whether there are so many scores that blocks may pay.
+        more: the end of each form's name.
+    """
+    band = a.band if a.has_static_heads else None
+    widths = band.widths(BLOCKS) if band is not None else []
+    for width in widths:
+        assert band is not None
+        is_preferred = width == next((width for width in widths if width >= band.span), widths[-1])
+        pays = many and is_preferred and 2 * band.products(width, tokens) <= tokens**2
+        name = f"{form}, blocks of {width} × {band.wide(width)}{more}"
+        why = "the mask leaves a band: each block of queries attends only to the keys in it"
+        yield Candidate(name, node, emit(width), pays, why, materialises_scores=False)
 
 
 def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:

@@ -25,6 +25,7 @@ from attnforge.export.graphs.build import Builder, cast, constant, dims_of, inse
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Seen
+from attnforge.export.lowering.forms import Emit
 from attnforge.export.lowering.rotary import before_rotation
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
@@ -153,9 +154,7 @@ def _written(new: ir.Value) -> tuple[Operand, Layout]:
     return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])
 
 
-def over_filled(
-    op: Builder, a: Attention, name: str, attend: Callable[[Builder, Attention, str], ir.Value]
-) -> ir.Value:
+def over_filled(op: Builder, a: Attention, name: str, attend: Emit) -> ir.Value:
     """Attention over the slots up to the last that any sample has filled.
 
     Args:

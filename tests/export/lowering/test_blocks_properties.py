@@ -97,7 +97,7 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
     assert not (mask & ~proved.visible(tokens, tokens)).any()
     assert not proved.is_all or np.array_equal(mask, proved.visible(tokens, tokens))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (nearly,))
+        patched.setattr("attnforge.export.lowering.blocks.BLOCKS", (nearly,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
     write(model.graph, attention, candidate)
     np.testing.assert_allclose(computed(model, feeds), truth(feeds, mask), rtol=1e-5, atol=1e-6)
@@ -133,7 +133,7 @@ def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
     ((site, attention),) = attentions(model, sites)
     assert attention.band == band
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (width,))
+        patched.setattr("attnforge.export.lowering.blocks.BLOCKS", (width,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
     write(model.graph, attention, candidate)
     expected, key = truth(feeds, mask), 21
