@@ -19,7 +19,7 @@ import onnx_ir as ir
 import typer
 
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.flops import shape_at
+from attnforge.export.graphs.sizes import shape_at
 from attnforge.export.lowering import tensorrt
 from attnforge.export.masks.visibility import visibility
 from attnforge.export.sources.named import build as build_named

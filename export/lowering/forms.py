@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import onnx_ir as ir
 
 from attnforge.export.graphs.build import Builder, insert, replace_value
-from attnforge.export.graphs.sizes import Size
+from attnforge.export.graphs.sizes import Size, Unmeasurable, evaluated
 from attnforge.export.lowering.attention import Attention
 
 CONTRIB = "com.microsoft"
@@ -83,26 +82,6 @@ def write(graph: ir.Graph, a: Attention, candidate: Candidate) -> None:
 
 NO_SIZES: Mapping[str, int] = {}
 """No symbolic dim has a known size."""
-
-
-class Unmeasurable(Exception):
-    """A site cannot be measured; the message says why."""
-
-
-def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
-    """The number that `size` is, given the size of each symbol.
-
-    Raises:
-        Unmeasurable: `sizes` lacks a symbol.
-    """
-    try:
-        factors = [ir.SymbolicDim(symbol).evaluate(sizes) for symbol in size.symbols]
-    except ValueError:
-        factors = [ir.SymbolicDim(None)]  # an expression of another grammar
-    known = [factor for factor in factors if isinstance(factor, int)]
-    if len(known) < len(factors):
-        raise Unmeasurable(f"the dim {size.dim()} is not known before the model runs")
-    return size.factor * prod(known)
 
 
 def usual(size: Size, sizes: Mapping[str, int]) -> int:

@@ -26,10 +26,10 @@ from attnforge.errors import first_line
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import open_session
-from attnforge.export.graphs.sizes import sizes_of
+from attnforge.export.graphs.sizes import Unmeasurable, evaluated, sizes_of
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.cut import cut_of, work_of
-from attnforge.export.lowering.forms import Candidate, FormChoice, Unmeasurable, evaluated, write
+from attnforge.export.lowering.forms import Candidate, FormChoice, write
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error

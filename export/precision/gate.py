@@ -19,10 +19,9 @@ from attnforge.bundle import Quantised, QuantisedProduct
 from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import decomposed, module_of
-from attnforge.export.flops import run_cost
+from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.precision.calibration import calibrate
-from attnforge.export.precision.cost import flops_of
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial, judged_on
 from attnforge.export.precision.quantisation import (
     INT8,
@@ -311,7 +310,7 @@ class QuantisedGraph:
         """
         low = [product for product in self.products if product.name not in high]
         attended = [site for site in self.attended if site.name not in high]
-        flops = [(node.name, flops_of(node, sizes)) for node in self.model.graph]
+        flops = [(node.name, known_flops(node, sizes)) for node in self.model.graph]
         low_bit = {*(product.name for product in low), *(site.site.node for site in attended)}
         why = "the requirement is not met if it is quantised"
         return Quantised(

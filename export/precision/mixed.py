@@ -16,9 +16,9 @@ import onnx_ir as ir
 from attnforge.bundle import Mixed, Region
 from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.flops import run_cost
+from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.precision.assign import MixedGraph
-from attnforge.export.precision.cost import cost_of, flops_of
+from attnforge.export.precision.cost import cost_of
 from attnforge.export.precision.culprits import NOTHING_LEFT, culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
 from attnforge.export.precision.search import by_culprits, lower_again
@@ -123,7 +123,7 @@ def _searched(graph: MixedGraph, judge: Judge, sizes: Mapping[str, int]) -> tupl
     for less in lower_again(judge, high, _groups(graph, high - stays, sizes)):
         path.append((f"{', '.join(sorted(high - less)[:3])} in 16 bits again", less))
         high = less
-    flops = {name: flops_of(node, sizes) for name, node in graph.nodes.items()}
+    flops = {name: known_flops(node, sizes) for name, node in graph.nodes.items()}
     total = sum(flops.values())
     allowed = judge.requirement.allowed
     return high, Mixed(
