@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, typed
+from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.band import Band
@@ -159,7 +159,7 @@ class _Cut:
 
     def queries(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, width, size)`."""
-        return self._blocks(self._op.Pad(x, self.pads(3, 1)), self._width, x)
+        return self._blocks(filled_up(self._op, x, 1, self._missing), self._width, x)
 
     def keys(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, wide, size)`."""
@@ -187,11 +187,6 @@ class _Cut:
         assert mask.dtype is not None
         return typed(op.Reshape(op.Expand(mask, batch), shape), mask.dtype, [samples.dim(), heads, *ends])
 
-    def pads(self, rank: int, axis: int) -> ir.Value:
-        """The input of Pad that fills up the last block along an axis."""
-        op, zeros = self._op, constant(self._op, [0] * (rank + axis))
-        return op.Concat(zeros, self._missing, constant(op, [0] * (rank - axis - 1)), axis=0)
-
     def pairs(self, op: Builder, x: ir.Value) -> ir.Value:
         """`(batch, heads, queries, keys)` as `(batch, blocks, heads, width, wide)`; each input dim may be 1."""
         batch, heads, n_q, n_k = dims_of(x)
@@ -203,7 +198,7 @@ class _Cut:
             cut = op.Transpose(op.Gather(x, self.rows, axis=3), perm=[0, 3, 1, 2, 4])
             return typed(cut, x.dtype, [batch, blocks, heads, 1, self.wide])
         shape = op.Concat(op.Shape(x, start=0, end=2), constant(op, [-1, self._width]), op.Shape(x, start=3), axis=0)
-        cut = op.Transpose(op.Reshape(op.Pad(x, self.pads(4, 2)), shape), perm=[0, 2, 1, 3, 4])
+        cut = op.Transpose(op.Reshape(filled_up(op, x, 2, self._missing), shape), perm=[0, 2, 1, 3, 4])
         if n_k == 1:
             return typed(cut, x.dtype, [batch, blocks, heads, self._width, 1])
         rows = op.Unsqueeze(self.rows, constant(op, [0, 2, 3]))

@@ -168,13 +168,8 @@ def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size
 
 
 def _products(op: Builder, a: Attention, name: str) -> ir.Value:
-    query, value = (a.arranged(op, x, a.layout(*to)) for x, to in ((a.query, QUERY), (a.value, _VALUES)))
-    key = a.arranged(op, a.key, a.layout("B", "H", "d_k", "n_k"))
+    query, key, value = a.for_products(op)
     return a.as_output(op, decompose(op, a, query, key, value, name), a.layout(*OUTPUT))
-
-
-_VALUES = ("B", "H", "n_k", "d_v")
-"""The dims of values; those that query heads share are copied."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
