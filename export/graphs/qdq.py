@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
@@ -18,6 +19,48 @@ FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 
 CACHE_IN_INT8 = "attnforge.cache_in_int8"
 """Metadata of the products that :class:`InInt8` writes, which distinguishes its rounding from the model author's."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A type that products are quantised to.
+
+    Attributes:
+        name: name of the precision.
+        dtype: type of the weights, and of quantised inputs.
+        most: the largest number that a scale is made for.
+        blocks: lengths of blocks of channels that share a scale; empty if a scale is for all channels of an output.
+            With blocks, inputs are not quantised.
+    """
+
+    name: str
+    dtype: ir.DataType
+    most: int
+    blocks: tuple[int, ...] = ()
+
+    def fits(self, channels: int, block: int) -> bool:
+        """Whether a weight with this many channels has several blocks; TensorRT-RTX dequantises a single one ahead."""
+        return channels % block == 0 and channels > block
+
+    @property
+    def least(self) -> int:
+        """The lowest number; weights do not use -128, and inputs only if they are clipped."""
+        return -self.most - int(self.dtype.is_integer())
+
+    def rounded(self, numbers: Array) -> Array:
+        """Numbers, already divided by their scale, in the scheme's type; those beyond its range are clipped."""
+        whole = np.rint(numbers) if self.dtype.is_integer() else numbers
+        return np.clip(whole, self.least, self.most).astype(self.dtype.numpy())
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", INT8, 127),
+        Scheme("fp8", FP8, MOST_FP8),
+        Scheme("int4", ir.DataType.INT4, 7, blocks=(32, 128)),
+    )
+}
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
+from attnforge.export.graphs.qdq import SCHEMES
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial, judged_on
 from attnforge.export.precision.quantisation import (
     INT8,
     LEAST_WEIGHTS,
-    SCHEMES,
     Product,
     Quantisation,
     Table,

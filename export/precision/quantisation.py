@@ -39,52 +39,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
-from attnforge.export.graphs.qdq import is_lookup, rounded_to
+from attnforge.export.graphs.qdq import SCHEMES, Scheme, is_lookup, rounded_to
 from attnforge.runtime.parity.budget import relative_error
 
 FLOAT = ir.DataType.FLOAT
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """A type that products are quantised to.
-
-    Attributes:
-        name: name of the precision.
-        dtype: type of the weights, and of quantised inputs.
-        most: the largest number that a scale is made for.
-        blocks: lengths of blocks of channels that share a scale; empty if a scale is for all channels of an output.
-            With blocks, inputs are not quantised.
-    """
-
-    name: str
-    dtype: ir.DataType
-    most: int
-    blocks: tuple[int, ...] = ()
-
-    def fits(self, channels: int, block: int) -> bool:
-        """Whether a weight with this many channels has several blocks; TensorRT-RTX dequantises a single one ahead."""
-        return channels % block == 0 and channels > block
-
-    @property
-    def least(self) -> int:
-        """The lowest number; weights do not use -128, and inputs only if they are clipped."""
-        return -self.most - int(self.dtype.is_integer())
-
-    def rounded(self, numbers: Array) -> Array:
-        """Numbers, already divided by their scale, in the scheme's type; those beyond its range are clipped."""
-        whole = np.rint(numbers) if self.dtype.is_integer() else numbers
-        return np.clip(whole, self.least, self.most).astype(self.dtype.numpy())
-
-
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme("int8", ir.DataType.INT8, 127),
-        Scheme("fp8", ir.DataType.FLOAT8E4M3FN, 448),
-        Scheme("int4", ir.DataType.INT4, 7, blocks=(32, 128)),
-    )
-}
 INT8 = SCHEMES["int8"]
 
 LEAST_WEIGHTS = 4096
