@@ -204,11 +204,11 @@ class Attention:
         """Query, key and value in the dims of three layouts."""
         return [self.arranged(op, operand, to) for operand, to in zip(self.operands, layouts, strict=True)]
 
-    def for_products(self, op: Builder) -> list[ir.Value]:
+    def for_products(self, op: Builder) -> list[Operand]:
         """Query `(B, H, n_q, d_k)`, key `(B, H, d_k, n_k)` and value `(B, H, n_k, d_v)`; keys and values that query
         heads share are copied."""
-        ends = (("n_q", "d_k"), ("d_k", "n_k"), ("n_k", "d_v"))
-        return self.inputs(op, [self.layout("B", "H", *dims) for dims in ends])
+        layouts = [self.layout("B", "H", *ends) for ends in (("n_q", "d_k"), ("d_k", "n_k"), ("n_k", "d_v"))]
+        return list(map(Operand, self.inputs(op, layouts), layouts))
 
     def as_output(self, op: Builder, result: ir.Value, layout: Layout) -> ir.Value:
         """A result in the dims of the graph's output."""

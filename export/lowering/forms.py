@@ -80,8 +80,10 @@ def write(graph: ir.Graph, a: Attention, candidate: Candidate) -> None:
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
-NO_SIZES: Mapping[str, int] = {}
-"""No symbolic dim has a known size."""
+Sizes = Mapping[str, int]
+"""The size of each symbolic dim."""
+
+NO_SIZES: Sizes = {}
 
 
 def usual(size: Size, sizes: Mapping[str, int]) -> int:

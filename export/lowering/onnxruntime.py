@@ -58,7 +58,7 @@ from attnforge.export.graphs.types import in_fp32, widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered
 from attnforge.export.lowering.blocks import BAND, forms_in_blocks, in_blocks, written
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
-from attnforge.export.lowering.forms import CONTRIB, NO_SIZES, Candidate, usual
+from attnforge.export.lowering.forms import CONTRIB, NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
@@ -101,7 +101,7 @@ ENDS = (("n_q", "d_k"), ("n_k", "d_k"), ("n_k", "d_v"), ("n_q", "d_v"))
 def lower(
     model: ir.Model,
     sites: list[Site],
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     device: str = "cpu",
     tuner: Tuner | None = None,
     largest: Mapping[str, int] | None = None,
@@ -137,11 +137,7 @@ def lower(
 
 
 def candidates_for(
-    site: str,
-    a: Attention,
-    sizes: Mapping[str, int] = NO_SIZES,
-    largest: Mapping[str, int] = NO_SIZES,
-    device: str = "cpu",
+    site: str, a: Attention, sizes: Sizes = NO_SIZES, largest: Sizes = NO_SIZES, device: str = "cpu"
 ) -> list[Candidate]:
     """The forms that compute a site at any sizes: the plain products, in a decoder step those over the cache, and the
     others in order of preference.
@@ -188,7 +184,7 @@ def _of_step(site: str, a: Attention, on_cpu: bool) -> list[Candidate]:
     return found
 
 
-def _group_queries(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> Iterator[Candidate]:
+def _group_queries(site: str, a: Attention, sizes: Sizes, many: bool) -> Iterator[Candidate]:
     """The kernel that is always causal, where a site is."""
     if a.residue != "none" or not is_for_group_query(a):
         return
@@ -215,7 +211,7 @@ def _by_key(site: str, a: Attention, many: bool) -> Iterator[Candidate]:
         yield Candidate(CAUSAL_AS_FEATURE, name, _causal_mask_as_feature, many, why, materialises_scores=False)
 
 
-def _blocks(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> Iterator[Candidate]:
+def _blocks(site: str, a: Attention, sizes: Sizes, many: bool) -> Iterator[Candidate]:
     """The blocks of a band."""
     first = a.band.first_queries if a.band is not None else 0
     name, more = f"{site}/Attention", ""
@@ -226,7 +222,7 @@ def _blocks(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> It
 
 
 def _multi_head_forms(
-    site: str, a: Attention, sizes: Mapping[str, int], largest: Mapping[str, int], scores: int, on_cpu: bool
+    site: str, a: Attention, sizes: Sizes, largest: Sizes, scores: int, on_cpu: bool
 ) -> Iterator[Candidate]:
     """The kernel of attention with at most a mask that is added, for all heads in one call or one at a time."""
     if a.softcap or (a.is_causal and a.size("n_q") != a.size("n_k")):
@@ -281,7 +277,7 @@ def _why_products(a: Attention, scores: int) -> str:
     return f"the fused form needs other layouts, which do not pay off at about {scores} scores per head"
 
 
-def _pays_on_cuda(a: Attention, sizes: Mapping[str, int]) -> bool:
+def _pays_on_cuda(a: Attention, sizes: Sizes) -> bool:
     """Whether one kernel pays with a mask: that was measured in fp16. The kernel stores the scores after all unless the
     tokens are a multiple of 8; what it computes for a fully masked row has not been compared with NaN."""
     tokens = a.size("n_q")
@@ -289,7 +285,7 @@ def _pays_on_cuda(a: Attention, sizes: Mapping[str, int]) -> bool:
     return masked and a.dtype == ir.DataType.FLOAT16 and tokens == a.size("n_k") and usual(tokens, sizes) % 8 == 0
 
 
-def _bytes(a: Attention, sizes: Mapping[str, int]) -> int:
+def _bytes(a: Attention, sizes: Sizes) -> int:
     """Bytes of queries, keys and values of all heads in fp32."""
     operands = [("B", "H", *ends) for ends in ENDS[:3]]
     return 4 * sum(prod(usual(a.size(dim), sizes) for dim in dims) for dims in operands)

@@ -31,7 +31,7 @@ from attnforge.export.graphs.qdq import INT8, rounded_to
 from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
-from attnforge.export.lowering.forms import NO_SIZES, Candidate, usual
+from attnforge.export.lowering.forms import NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.products import decompose
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
@@ -68,7 +68,7 @@ MANY_TOKENS = 1024
 def lower(
     model: ir.Model,
     sites: Sequence[Site],
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     tuner: Tuner | None = None,
     in_int8: Mapping[str, Scales] | None = None,
 ) -> SitesResult[Lowered]:
@@ -100,9 +100,7 @@ def may_round_scores(a: Attention) -> bool:
     return is_plain and a.dtype == FLOAT and a.cached is None and a.scales is None
 
 
-def candidates_for(
-    site: str, a: Attention, in_int8: Scales | None = None, sizes: Mapping[str, int] = NO_SIZES
-) -> list[Candidate]:
+def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes: Sizes = NO_SIZES) -> list[Candidate]:
     """The forms that compute a site at any sizes: the canonical node; and in order of preference those in blocks that
     its mask allows if heads are static, and the canonical node after int8 queries and keys if these have scales.
 
@@ -168,7 +166,7 @@ def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size
 
 
 def _products(op: Builder, a: Attention, name: str) -> ir.Value:
-    query, key, value = a.for_products(op)
+    query, key, value = (operand.value for operand in a.for_products(op))
     return a.as_output(op, decompose(op, a, query, key, value, name), a.layout(*OUTPUT))
 
 

@@ -253,12 +253,9 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
     if dtype == a.dtype:
         return _emit(op, a, recipe, site)
     if recipe.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
-        a = replace(
-            a,
-            query=_moved(op, a, a.query, "n_q", "d_k"),
-            key=_moved(op, a, a.key, "d_k", "n_k"),
-            value=_moved(op, a, a.value, "n_k", "d_v"),
-        )
+        # moved here, where the builder cannot fold it into the next product
+        query, key, value = (Operand(_apart(op, x.value), x.layout) for x in a.for_products(op))
+        a = replace(a, query=query, key=key, value=value)
     return cast(op, _emit(op, a.narrowed(op, dtype), recipe, site), a.dtype)
 
 
@@ -278,7 +275,7 @@ def _emit_part(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int 
 def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:
     """Two products around one softmax."""
     fused = recipe.unfused is None
-    query, key, value = a.for_products(op)
+    query, key, value = (operand.value for operand in a.for_products(op))
     if recipe.head_size is not None:
         query, value = _padded(op, query, 3, recipe.head_size), _padded(op, value, 3, recipe.head_size)
         key = _padded(op, key, 2, recipe.head_size)
@@ -301,12 +298,6 @@ def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value
     if recipe.head_size not in (None, d_v.factor):
         result = up_to(op, result, 3, constant(op, [d_v.factor]), d_v.dim())
     return a.as_output(op, result, a.layout(*OUTPUT))
-
-
-def _moved(op: Builder, a: Attention, operand: Operand, rows: str, columns: str) -> Operand:
-    """`operand` with `rows` and `columns` as its last two dims, which the builder cannot fold into the next product."""
-    layout = a.layout("B", "H", rows, columns)
-    return Operand(_apart(op, a.arranged(op, operand, layout)), layout)
 
 
 def _metadata(value: ir.Value) -> Mapping[str, str]:
