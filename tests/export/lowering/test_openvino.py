@@ -28,7 +28,7 @@ from attnforge.export.lowering.tuning import Tuner, by_rules
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.registry import why_not_here
 from tests.export.lowering.test_blocks import BANDS, CAUSAL_PREFIXES, NAMES, NO_BANDS, exported, inputs, truth
-from tests.export.lowering.test_blocks_properties import bands, causal_prefix, drawn, graph_of
+from tests.export.lowering.test_blocks_properties import bands, causal_prefix, drawn, graph_of, visible
 from tests.export.lowering.test_blocks_properties import truth as truth_of_mask
 
 pytestmark = [
@@ -156,9 +156,9 @@ FEW_OR_MANY = st.integers(1, 9) | st.sampled_from([16, 32])
 @settings(max_examples=30)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), FEW_OR_MANY, st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
+    mask, feeds = visible(band, tokens), drawn(tokens)
     if data.draw(st.booleans(), label="causal"):
-        mask = causal_prefix(data.draw(st.sampled_from([0, 1, 7, 30]))).visible(tokens, tokens)
+        mask = visible(causal_prefix(data.draw(st.sampled_from([0, 1, 7, 30]))), tokens)
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
         if q != k:
@@ -174,7 +174,7 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
 )
 def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
     tokens, width, key = 48, 8, 21
-    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
+    mask, feeds = visible(band, tokens), drawn(tokens)
     written = in_blocks(mask, tokens, width)
     assert written is not None
     expected = truth_of_mask(feeds, mask)
