@@ -91,7 +91,14 @@ def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec
         )
         if key not in known:
             visible = visibility(node)
-            known[key] = _mask(visible, _share(visible, example), _share(visible, largest))
+            known[key] = SiteMask(
+                text=visible.text(),
+                regions=[_region(region) for region in visible.regions],
+                residue=sorted(visible.residue),
+                silent=visible.silent,
+                example=_share(visible, example),
+                largest=_share(visible, largest),
+            )
         masks[site.name] = known[key]
     return masks
 
@@ -101,17 +108,6 @@ def _share(visible: Visibility, sizes: Mapping[str, int]) -> float | None:
         return visible.share(sizes)
     except Unsized:
         return None
-
-
-def _mask(visible: Visibility, example: float | None, largest: float | None) -> SiteMask:
-    return SiteMask(
-        text=visible.text(),
-        regions=[_region(region) for region in visible.regions],
-        residue=sorted(visible.residue),
-        silent=visible.silent,
-        example=example,
-        largest=largest,
-    )
 
 
 def _region(region: PairRegion) -> VisibleRegion:

@@ -6,21 +6,16 @@ This is the only counter: the search for precisions estimates costs with it, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import cache
 from math import prod
 
 import onnx_ir as ir
 
 from attnforge.export.attention.operators import is_standard
-from attnforge.export.graphs.sizes import LayoutError, sizes_of
-from attnforge.export.lowering.forms import Unmeasurable, evaluated
+from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention")
 """Operators that multiply and add."""
-
-
-class Uncountable(Exception):
-    """An operator's work or a tensor's size is unknown; the message says why."""
 
 
 def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
@@ -31,7 +26,7 @@ def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
         sizes: sizes of the symbolic dims.
 
     Raises:
-        Uncountable: a shape is not known, or this form of the operator is not counted.
+        Unmeasurable: a shape is not known, or this form of the operator is not counted.
     """
     if node.domain != "" or node.op_type not in PRODUCTS:
         return 0
@@ -50,21 +45,23 @@ def product_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
     return 2 * result * (a[0] if node.op_type == "Gemm" and node.attributes.get_int("transA") == 1 else a[-1])
 
 
+def known_flops(node: ir.Node, sizes: Mapping[str, int]) -> int:
+    """The same; 0 for a node whose work cannot be counted as well."""
+    try:
+        return product_flops(node, sizes)
+    except Unmeasurable:
+        return 0
+
+
 def run_cost(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
     """The floating-point operations of all products in a graph that is not modified, as a function of the sizes of its
     symbolic dims, computed once for each; products that cannot be counted are left out."""
-    counts: dict[tuple[tuple[str, int], ...], int] = {}
 
-    def cost(sizes: Mapping[str, int]) -> int:
-        key = tuple(sizes.items())
-        if key not in counts:
-            counts[key] = 0
-            for node in model.graph:
-                with suppress(Uncountable):
-                    counts[key] += product_flops(node, sizes)
-        return counts[key]
+    @cache
+    def cost(sizes: tuple[tuple[str, int], ...]) -> int:
+        return sum(known_flops(node, dict(sizes)) for node in model.graph)
 
-    return cost
+    return lambda sizes: cost(tuple(sizes.items()))
 
 
 def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:
@@ -72,10 +69,10 @@ def attention_scores(node: ir.Node, sizes: Mapping[str, int]) -> int:
     that it attends to; with a mask, all pairs.
 
     Raises:
-        Uncountable: the node is not canonical, or a shape is not known.
+        Unmeasurable: the node is not canonical, or a shape is not known.
     """
     if not is_standard(node):
-        raise Uncountable("an Attention that is not canonical")
+        raise Unmeasurable("an Attention that is not canonical")
     (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, sizes) for value in node.inputs[:2])
     pairs = n_q * n_k
     if node.attributes.get_int("is_causal", 0):  # the query at i attends to the keys up to i
@@ -89,26 +86,7 @@ def _einsum(node: ir.Node, sizes: Mapping[str, int]) -> int:
     known."""
     terms = node.attributes["equation"].as_string().replace(" ", "").partition("->")[0].split(",")
     if len(terms) != 2 or any("..." in term for term in terms):
-        raise Uncountable("an Einsum that does not have two operands whose indices are all named")
+        raise Unmeasurable("an Einsum that does not have two operands whose indices are all named")
     shapes = [shape_at(value, sizes) for value in node.inputs]
     named = [pair for term, shape in zip(terms, shapes, strict=True) for pair in zip(term, shape, strict=True)]
     return 2 * prod(dict(named).values())
-
-
-def shape_at(value: ir.Value | None, sizes: Mapping[str, int]) -> list[int]:
-    """The shape of a value.
-
-    Args:
-        value: an operand that is present.
-        sizes: sizes of the symbolic dims.
-
-    Raises:
-        Uncountable: it is not known.
-    """
-    assert value is not None
-    try:
-        return [evaluated(size, sizes) for size in sizes_of(value)]
-    except LayoutError as error:
-        raise Uncountable(str(error)) from error
-    except Unmeasurable as error:
-        raise Uncountable(f"the shape {value.shape} of {value.name!r} is not known") from error

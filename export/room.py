@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from attnforge.bundle import FLAVOURS
 from attnforge.errors import UnavailableError
-from attnforge.export.flops import Uncountable, shape_at
 from attnforge.export.graphs.saving import bytes_of_weights
+from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.memory import available
 from attnforge.precision import Precision
 
@@ -87,7 +87,7 @@ class Numbers:
         shape = str(value.shape)  # few values of a graph have distinct shapes
         if shape not in self._known:
             self._known[shape] = 0
-            with suppress(Uncountable):
+            with suppress(Unmeasurable):
                 self._known[shape] = prod(shape_at(value, self._sizes))
         return self._known[shape]
 

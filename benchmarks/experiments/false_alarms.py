@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,9 +33,11 @@ from attnforge.arrays import is_floating
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, BuildError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
+from attnforge.export.graphs.execute import Runner, at_own_precision
 from attnforge.export.graphs.saving import load_graph, save
+from attnforge.export.graphs.types import LOW
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.precision.emulation import emulate
+from attnforge.export.precision.emulation import unrounded_in_fused_kernels
 from attnforge.export.tensorrt.build import Plan, build
 from attnforge.model.registry import Example
 from attnforge.precision import PRECISIONS, precision_named
@@ -176,13 +178,41 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
     plan = _plan(model, manifest)
     fused = [s.site for s in lowered if (s.unfused is None if plan is None else plan.kernel_of(s.node) is not None)]
-    run = emulate(model, fused, plan)
+    run = as_compiled(model, fused, plan)
     stored, outputs = stored_inputs(bundle), bundle.tensors(REFERENCE_OUTPUTS)
     for case in manifest.cases:
         for name, array in run(reference.make_inputs(case, manifest.inputs, stored)).items():
             eager, truth = (outputs[reference.key(case, name, which)] for which in ("eager", "float64"))
             stored_as = array.astype(precision.dtype) if is_floating(array) else array
             yield judge(case, name, reference.sampled(stored_as, case), eager, truth, precision)
+
+
+def as_compiled(model: ir.Model, fused: Collection[str], plan: Plan | None) -> Runner:
+    """Return a runner of a graph that was lowered for TensorRT and emulates what the kernels of a plan store.
+
+    Args:
+        model: not modified.
+        fused: names of the sites that TensorRT fuses.
+        plan: compiled from `model`; shows which kernels add the bias to their product. Without a plan every product is
+            rounded before its bias is added.
+    """
+    before_bias = [] if plan is None else _unrounded_before_bias(model, plan)
+    return at_own_precision(model, unrounded=[*unrounded_in_fused_kernels(model, fused), *before_bias])
+
+
+def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
+    """Return the 16-bit products that a kernel of `plan` keeps in float32 until it has added the bias, as in eager."""
+    values: list[ir.Value] = []
+    for node in model.graph:
+        if node.op_type != "Add" or not any(value is not None and value.is_initializer() for value in node.inputs):
+            continue
+        for value in node.inputs:
+            product = value.producer() if value is not None else None
+            if value is None or product is None or product.op_type != "MatMul" or value.dtype not in LOW:
+                continue
+            if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
+                values.append(value)
+    return values
 
 
 def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:

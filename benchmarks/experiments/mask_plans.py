@@ -10,7 +10,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import inf
+from itertools import permutations
+from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +19,13 @@ import onnx_ir as ir
 import typer
 
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.flops import shape_at
+from attnforge.export.graphs.sizes import shape_at
 from attnforge.export.lowering import tensorrt
 from attnforge.export.masks.visibility import visibility
 from attnforge.export.sources.named import build as build_named
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.process import Layer
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from benchmarks.experiment import Claim, Columns, Experiment, table_of, where
@@ -146,7 +148,33 @@ def plan_of(captured: Captured, tokens: int) -> tuple[dict[str, Needed], dict[st
         ir.save(model, file, external_data="model.data")
         plan: Plan = build(file, "tensorrt_rtx", captured.inputs, "fp16")
     kernels = {each.site: plan.kernel_of(each.node) for each in lowered}
-    return needed, {each.site: plan.scores_of(each.node) for each in lowered if kernels[each.site] is not None}
+    return needed, {each.site: scores_of(plan, each.node) for each in lowered if kernels[each.site] is not None}
+
+
+def scores_of(plan: Plan, node: str) -> int | None:
+    """Return the number of scores that the fused layers of an ONNX node compute together; None if it is not fused, or
+    if a layer's tensors do not show it, as with dynamic dims."""
+    if plan.kernel_of(node) is None:
+        return None
+    names = {*plan.layers_of(node)}
+    counts = [scores_of_layer(each) for each in plan.layers if each.name in names and each.is_fused_attention]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def scores_of_layer(layer: Layer) -> int | None:
+    """Return the number of scores that a fused attention layer computes, from its tensors: from three inputs `(…,
+    queries, d_k)`, `(…, d_k, keys)` and `(…, keys, d_v)` it computes `(heads, queries, d_v)`. If the inputs can be
+    assigned in two ways, the larger number; None if a dim is dynamic, or the tensors do not match."""
+    if not layer.is_fused_attention or len(layer.outputs) != 1:
+        return None
+    *heads, queries, d_v = layer.outputs[0]
+    keys = [
+        value[-2]
+        for query, key, value in permutations([x for x in layer.inputs if len(x) > 2], 3)
+        if query[-2] == queries and query[-1] == key[-2] and key[-1] == value[-2] and value[-1] == d_v
+    ]
+    dims = [*heads, queries, max(keys, default=-1)]
+    return None if min(dims) < 0 else prod(dims)
 
 
 def _needed(node: ir.Node, sizes: Mapping[str, int]) -> Needed:

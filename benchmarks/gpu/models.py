@@ -149,11 +149,11 @@ class Large:
         """Return the canonical graph with numbers for its symbolic dims."""
         import onnx_ir as ir
 
-        from attnforge.export.flops import Uncountable, shape_at
+        from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 
         model = self.captured.model.clone()
         for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
-            with suppress(Uncountable):  # a shape that depends on data stays as it is
+            with suppress(Unmeasurable):  # a shape that depends on data stays as it is
                 value.shape = ir.Shape(shape_at(value, sizes))
         return model
 

@@ -15,7 +15,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.operands import scalar
 from attnforge.export.diagnosis.finding import Cause, Finding
 from attnforge.export.diagnosis.trace import TensorErrors, Trace
-from attnforge.export.graphs.nodes import constant_of
+from attnforge.export.graphs.nodes import constant_of, inputs_of, upstream
 from attnforge.export.graphs.types import FLOATS
 from attnforge.numbers import scientific
 
@@ -93,15 +93,9 @@ def _out_of_range(trace: Trace) -> Finding | None:
 
 def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
     """The first tensor with numbers that became zero, among all that `tensor` is computed from."""
-    by_name = {other.name: other for other in trace.tensors}
-    ancestors: set[str] = set()
-    todo = [tensor.node]
-    while todo:
-        for value in todo.pop().inputs:
-            name = str(value.name) if value is not None else ""
-            if name in by_name and name not in ancestors:
-                ancestors.add(name)
-                todo.append(by_name[name].node)
+    names = {other.name for other in trace.tensors}
+    before = upstream(inputs_of(tensor.node), lambda value: value.name not in names)
+    ancestors = {value.name for value in before}
     return next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
 
 

@@ -26,10 +26,11 @@ from attnforge.errors import BuildError, CaptureError, raised_as
 from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import error_of
-from attnforge.export.flops import Uncountable, run_cost, shape_at
+from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.parts import values_of
+from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.room import most_alive
 from attnforge.export.sources.torch_module import Captured
 from attnforge.export.sources.widened import Float64
@@ -84,7 +85,7 @@ def _has_room(model: ir.Model, case: Case) -> bool:
     times."""
     scores = [0]
     for node in model.graph:
-        with suppress(Uncountable):
+        with suppress(Unmeasurable):
             if node.op_type == "Attention":
                 scores.append(
                     prod(shape_at(node.inputs[0], case.sizes)[:-1]) * shape_at(node.inputs[1], case.sizes)[-2]

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Quantised, Trusted, open_bundle, used
 from attnforge.errors import UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.deployed import step_tensors_on, tensors_on
@@ -31,7 +29,7 @@ from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
-from attnforge.runtime.parity.budget import FAR_OFF, relative_error
+from attnforge.runtime.parity.budget import FAR_OFF
 from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import BackendReport, stored_inputs, verify
 
@@ -259,11 +257,8 @@ def _error_against(bundle: Bundle, case: Case, traced: Trace | None = None) -> f
             if spec.name not in traced.exact:  # an output of integers
                 continue
             got = reference.sampled(traced.exact[spec.name], case)
-        defined = np.isfinite(truth)
-        if not np.isfinite(got[defined]).all():
-            return None
-        errors.append(relative_error(got[defined].astype(np.float64), truth[defined]))
-    return max(errors, default=None)
+        errors.append(error_of(got, truth))
+    return finite(max(errors, default=None))
 
 
 def _on_backends(

@@ -22,10 +22,8 @@ from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of
 from attnforge.export.graphs.build import initializer, like
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, maker_of
-from attnforge.export.graphs.qdq import Between, products_between
+from attnforge.export.graphs.qdq import INT8, SCHEMES, Between, Scheme, products_between
 from attnforge.numbers import scientific
-
-INT8 = ir.DataType.INT8
 
 FEW = 16
 """An input must have this many channels per outlier channel."""
@@ -55,7 +53,7 @@ class Rounding:
         tensor: name of its output.
         source: name of its input.
         scale: scale of all its numbers.
-        least, most: range of its low-bit numbers.
+        scheme: type of its low-bit numbers.
         module: module of the first product that reads it.
         users: names of the nodes that read it.
         is_input: whether it is the input of products, whose last dim is channels.
@@ -64,8 +62,7 @@ class Rounding:
     tensor: str
     source: str
     scale: float
-    least: int
-    most: int
+    scheme: Scheme
     module: str
     users: tuple[str, ...]
     is_input: bool
@@ -116,15 +113,13 @@ def steps_of(model: ir.Model) -> list[Rounding]:
         scale, readers = constant_of(quantise.inputs[1]), [use.node for use in node.outputs[0].uses()]
         if scale is None or scale.size != 1 or not readers:
             continue
-        least, most = (-128, 127) if quantise.outputs[0].dtype == INT8 else (-448, 448)
         first = next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])
         steps.append(
             Rounding(
                 tensor=str(node.outputs[0].name),
                 source=str(input_of(quantise).name),
                 scale=float(scale.item()),
-                least=least,
-                most=most,
+                scheme=SCHEMES["int8" if quantise.outputs[0].dtype == INT8 else "fp8"],
                 module=module_of(first),
                 users=tuple(str(reader.name) for reader in readers),
                 is_input=all(_has_weight(reader) for reader in readers),
@@ -203,16 +198,13 @@ def why_costly(step: Rounding, source: Array) -> tuple[Cause, str] | None:
 
 def rounded(step: Rounding, source: Array, scale: float | Array) -> Array:
     """Numbers after a step's rounding with a given scale."""
-    numbers = np.clip(source / scale, step.least, step.most)
-    if step.most == 127:
-        return np.rint(numbers) * scale
-    return numbers.astype(np.float32).astype(ir.DataType.FLOAT8E4M3FN.numpy()).astype(np.float64) * scale
+    return step.scheme.rounded(source / scale).astype(np.float64) * scale
 
 
 def _clipped(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     """Clipping, if most of the error comes from numbers beyond the range."""
     numbers = source[np.isfinite(source)]
-    limit = step.scale * step.most
+    limit = step.scale * step.scheme.most
     beyond = np.abs(numbers) > limit * (1 + 1 / 256)  # by token, a number may exceed it by a rounding
     lost = float(np.square(np.abs(numbers[beyond]) - limit).sum())
     total = float(np.square(rounded(step, numbers, step.scale) - numbers).sum())
@@ -227,7 +219,7 @@ def _clipped(step: Rounding, source: Array) -> tuple[Cause, str] | None:
 
 def _outliers(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     """Outlier channels, if a few take up the range and the others would have a far smaller error without them."""
-    if not step.is_input or step.most != 127:  # floating-point steps are as fine for small numbers
+    if not step.is_input or step.scheme.dtype != INT8:  # floating-point steps are as fine for small numbers
         return None
     rows = source.reshape(-1, source.shape[-1])
     rows = rows[np.isfinite(rows).all(axis=-1)]
@@ -243,7 +235,7 @@ def _outliers(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     rest = rows[:, others]
     if not peaks[others].any():
         return None
-    range_of_rest = peaks[others].max() / step.most
+    range_of_rest = peaks[others].max() / step.scheme.most
     error, alone = (float(np.linalg.norm(rounded(step, rest, scale) - rest)) for scale in (step.scale, range_of_rest))
     if alone > HALVED * error:
         return None
@@ -274,7 +266,7 @@ def saturated_product(between: Between, inputs: Array) -> Array | None:
     if step is None or scales is None:
         return None
     weight = between.stored.const_value.numpy().astype(np.int64)
-    numbers = np.clip(np.rint(inputs / step), -128, 127).astype(np.int64) + 128  # unsigned, as processors multiply
+    numbers = SCHEMES["int8"].rounded(inputs / step).astype(np.int64) + 128  # unsigned, as processors multiply
     if len(weight) % 2:
         numbers, weight = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, 1)]), np.pad(weight, [(0, 1), (0, 0)])
     total = np.zeros((*numbers.shape[:-1], weight.shape[1]), np.int64)
@@ -301,11 +293,12 @@ def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float])
         product = saturated_product(between, trace.stored[str(source.name)]) if source is not None else None
         if product is None:
             continue
-        name, product = _with_bias(between.product, product)
+        last, bias = between.with_bias  # backends add it in the same kernel
+        name, added = str(last.outputs[0].name), numbers_of(bias)
         tensor = next((tensor for tensor in trace.tensors if tensor.name == name), None)
         if tensor is None or name not in errors:
             continue
-        expected = error_of(product, trace.exact[name])
+        expected = error_of(product if added is None else product + added, trace.exact[name])
         if expected > MUCH * tensor.error and abs(errors[name] - expected) <= ALIKE * expected:
             return tensor, (
                 f"{name} {scientific(errors[name])} off float64, where the graph is {scientific(tensor.error)} off, "
@@ -313,14 +306,3 @@ def saturated_on(canonical: ir.Model, trace: Trace, errors: Mapping[str, float])
                 "8-bit products as processors without VNNI do"
             )
     return None
-
-
-def _with_bias(node: ir.Node, product: Array) -> tuple[str, Array]:
-    """The tensor that backends compute for a product: with the bias, if one is added to it."""
-    uses = list(node.outputs[0].uses())
-    if len(uses) == 1 and uses[0].node.op_type == "Add":
-        add = uses[0].node
-        bias = add.inputs[1 - uses[0].idx]
-        if bias is not None and bias.const_value is not None:
-            return str(add.outputs[0].name), product + bias.const_value.numpy()
-    return str(node.outputs[0].name), product

@@ -20,6 +20,7 @@ from attnforge.export.diagnosis.stages import StageGraph, module_of
 from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.graphs.execute import Tensors, as_it_is, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.nodes import upstream
 from attnforge.export.graphs.parts import computed, part_of, values_of
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, retype
@@ -118,20 +119,14 @@ def _difference(got: Array, wanted: Array) -> float:
 def region_of(model: ir.Model, tensor: str, agreed: set[str]) -> tuple[list[ir.Node], tuple[str, ...]]:
     """The nodes between the tensors `agreed` and `tensor`, in order, and the names of the tensors at which they
     begin."""
-    values = values_of(model)
-    region: set[ir.Node] = set()
-    inputs: dict[str, None] = {}
-    todo = [values[tensor]]
-    while todo:
-        value = todo.pop()
-        node = value.producer()
-        if node is None or (value.name in agreed and value.name != tensor):
-            if value.name and not value.is_initializer():
-                inputs[value.name] = None
-        elif node not in region:
-            region.add(node)
-            todo += [v for v in node.inputs if v is not None]
-    return [node for node in model.graph if node in region], tuple(inputs)
+
+    def begins(value: ir.Value) -> bool:
+        return value.producer() is None or (value.name in agreed and value.name != tensor)
+
+    reached = list(upstream([values_of(model)[tensor]], begins))
+    region = {value.producer() for value in reached if not begins(value)}
+    inputs = tuple(v.name for v in reached if begins(v) and v.name and not v.is_initializer())
+    return [node for node in model.graph if node in region], inputs
 
 
 def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> str | None:

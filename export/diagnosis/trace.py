@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, wide
+from attnforge.export.graphs.nodes import upstream
 from attnforge.export.graphs.parts import computed, values_of
 from attnforge.runtime.parity.budget import relative_error
 
@@ -134,15 +135,9 @@ def error_of(got: Array, exact: Array) -> float:
 
 def _floating_outputs(model: ir.Model, tensors: Collection[str]) -> list[str]:
     """The floating-point outputs, or else the last floating-point tensors before the outputs."""
-    outputs: dict[str, None] = {str(v.name): None for v in model.graph.outputs if v.name in tensors}
-    todo = [] if outputs else list(model.graph.outputs)
-    while todo:
-        value = todo.pop()
-        if value.name in tensors:
-            outputs[str(value.name)] = None
-        elif (node := value.producer()) is not None:
-            todo += [v for v in node.inputs if v is not None]
-    return list(outputs)
+    outputs = model.graph.outputs
+    before = [*outputs] if any(v.name in tensors for v in outputs) else upstream(outputs, lambda v: v.name in tensors)
+    return list(dict.fromkeys(str(value.name) for value in before if value.name in tensors))
 
 
 def _errors_of(

@@ -62,6 +62,24 @@ def like(value: ir.Value, other: ir.Value, dtype: ir.DataType | None = None) -> 
     return typed(value, other.dtype if dtype is None else dtype, dims_of(other))
 
 
+def resized(value: ir.Value, other: ir.Value, axis: int, dim: int | ir.SymbolicDim) -> ir.Value:
+    """Set the type and shape of `value` to those of `other`, but with another dim along an axis; return it."""
+    dims = dims_of(other)
+    dims[axis] = dim
+    return typed(value, other.dtype, dims)
+
+
+def up_to(op: Builder, x: ir.Value, axis: int, end: ir.Value, dim: int | ir.SymbolicDim) -> ir.Value:
+    """Write the part of `x` before index `end`, `(1,)`, along an axis, whose dim it becomes."""
+    return resized(op.Slice(x, constant(op, [0]), end, constant(op, [axis])), x, axis, dim)
+
+
+def filled_up(op: Builder, x: ir.Value, axis: int, missing: ir.Value) -> ir.Value:
+    """Write `x` with as many zeros after it along an axis as `missing`, `(1,)`, says; its shape is not set."""
+    zeros = [constant(op, [0] * count) for count in (len(dims_of(x)) + axis, len(dims_of(x)) - axis - 1)]
+    return op.Pad(x, op.Concat(zeros[0], missing, zeros[1], axis=0))
+
+
 def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
     """Set the type of `value` to that of `first`, and its shape to that of `first` and `second`, of equal rank,
     broadcast to one another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -75,6 +76,19 @@ def inputs_of(node: ir.Node) -> list[ir.Value]:
 def maker_of(value: ir.Value | None) -> ir.Node | None:
     """The node that computes a value; None for an input or weight, or if there is no value."""
     return value.producer() if value is not None else None
+
+
+def upstream(values: Iterable[ir.Value], ends: Callable[[ir.Value], bool]) -> Iterator[ir.Value]:
+    """Yield values and all that they are computed from, each once; nothing that is computed before those of which
+    `ends` is true."""
+    todo, seen = list(values), set[ir.Value]()
+    while todo:
+        if (value := todo.pop()) in seen:
+            continue
+        seen.add(value)
+        yield value
+        if not ends(value) and (node := value.producer()) is not None:
+            todo += inputs_of(node)
 
 
 def is_used(value: ir.Value) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
@@ -18,6 +19,48 @@ FLOAT, INT8 = ir.DataType.FLOAT, ir.DataType.INT8
 
 CACHE_IN_INT8 = "attnforge.cache_in_int8"
 """Metadata of the products that :class:`InInt8` writes, which distinguishes its rounding from the model author's."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A type that products are quantised to.
+
+    Attributes:
+        name: name of the precision.
+        dtype: type of the weights, and of quantised inputs.
+        most: the largest number that a scale is made for.
+        blocks: lengths of blocks of channels that share a scale; empty if a scale is for all channels of an output.
+            With blocks, inputs are not quantised.
+    """
+
+    name: str
+    dtype: ir.DataType
+    most: int
+    blocks: tuple[int, ...] = ()
+
+    def fits(self, channels: int, block: int) -> bool:
+        """Whether a weight with this many channels has several blocks; TensorRT-RTX dequantises a single one ahead."""
+        return channels % block == 0 and channels > block
+
+    @property
+    def least(self) -> int:
+        """The lowest number; weights do not use -128, and inputs only if they are clipped."""
+        return -self.most - int(self.dtype.is_integer())
+
+    def rounded(self, numbers: Array) -> Array:
+        """Numbers, already divided by their scale, in the scheme's type; those beyond its range are clipped."""
+        whole = np.rint(numbers) if self.dtype.is_integer() else numbers
+        return np.clip(whole, self.least, self.most).astype(self.dtype.numpy())
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", INT8, 127),
+        Scheme("fp8", FP8, MOST_FP8),
+        Scheme("int4", ir.DataType.INT4, 7, blocks=(32, 128)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +83,19 @@ class Between:
     def stored(self) -> ir.Value:
         """The weight as it is stored."""
         return input_of(self.weight)
+
+    @property
+    def with_bias(self) -> tuple[ir.Node, ir.Value | None]:
+        """The last node of the product and its bias: the Add of one number per output channel, or else the product
+        itself."""
+        output = self.product.outputs[0]
+        users = [use.node for use in output.uses()]
+        if len(users) != 1 or users[0].op_type != "Add" or output.is_graph_output():
+            return self.product, None
+        bias = next((value for value in users[0].inputs if value is not output), None)
+        is_bias = bias is not None and bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1
+        width = output.shape[-1] if output.shape is not None else None
+        return (users[0], bias) if is_bias and bias is not None and bias.shape == [width] else (self.product, None)
 
     @classmethod
     def of(cls, node: ir.Node) -> Between | None:
@@ -201,10 +257,20 @@ def stored_before(value: ir.Value) -> ir.Value | None:
     return stored if stored.dtype == INT8 and not stored.is_initializer() else None
 
 
-def in_int8(op: Builder, x: ir.Value, scale: float) -> ir.Value:
-    """Round `x`, float32 of any shape, to int8 with Q/DQ of one scale > 0."""
-    step, zero = constant(op, scale, FLOAT), constant(op, 0, INT8)
-    return like(op.DequantizeLinear(like(op.QuantizeLinear(x, step, zero), x, INT8), step, zero), x)
+def rounded_to(op: Builder, x: ir.Value, scale: float, dtype: ir.DataType, name: str | None = None) -> ir.Value:
+    """Round `x`, of any shape, to a low-bit type with Q/DQ of one scale.
+
+    Args:
+        op: records the nodes.
+        x: of a floating-point type.
+        scale: scale of its numbers, > 0.
+        dtype: the low-bit type.
+        name: for the QuantizeLinear.
+    """
+    assert x.dtype is not None
+    step, zero = constant(op, scale, x.dtype), constant(op, 0, dtype)
+    low = like(op.op("QuantizeLinear", [x, step, zero], name=name), x, dtype)
+    return like(op.DequantizeLinear(low, step, zero), x)
 
 
 def rounding_of(softmax: str) -> str:

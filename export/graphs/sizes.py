@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -156,6 +156,45 @@ def sizes_of(value: ir.Value) -> list[Size]:
     if value.shape is None:
         raise LayoutError(f"the shape of {value.name!r} is not known")
     return [Size.of(dim) for dim in value.shape]
+
+
+class Unmeasurable(Exception):
+    """A size, or the work that depends on it, is not known before the model runs; the message says why."""
+
+
+def evaluated(size: Size, sizes: Mapping[str, int]) -> int:
+    """The number that `size` is, given the size of each symbol.
+
+    Raises:
+        Unmeasurable: `sizes` lacks a symbol.
+    """
+    try:
+        factors = [ir.SymbolicDim(symbol).evaluate(sizes) for symbol in size.symbols]
+    except ValueError:
+        factors = [ir.SymbolicDim(None)]  # an expression of another grammar
+    known = [factor for factor in factors if isinstance(factor, int)]
+    if len(known) < len(factors):
+        raise Unmeasurable(f"the dim {size.dim()} is not known before the model runs")
+    return size.factor * prod(known)
+
+
+def shape_at(value: ir.Value | None, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a value, given the size of each symbol.
+
+    Args:
+        value: an operand that is present.
+        sizes: the size of each symbolic dim.
+
+    Raises:
+        Unmeasurable: it is not known.
+    """
+    assert value is not None
+    try:
+        return [evaluated(size, sizes) for size in sizes_of(value)]
+    except LayoutError as error:
+        raise Unmeasurable(str(error)) from error
+    except Unmeasurable as error:
+        raise Unmeasurable(f"the shape {value.shape} of {value.name!r} is not known") from error
 
 
 def product(sizes: Iterable[Size]) -> Size:

@@ -12,7 +12,7 @@ from onnx_ir.passes import PassResult
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value, typed
-from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, is_used
+from attnforge.export.graphs.nodes import constant_of, input_of, is_op, is_used, upstream
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -169,24 +169,13 @@ def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
         seeds = [node.inputs[i] for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ()) if i < len(node.inputs)]
         if is_op(node, "Cast") and ir.DataType(node.attributes.get_int("to", 1)).is_integer():
             seeds.append(node.inputs[0])
-        cone = _ancestors([v for v in seeds if v is not None and v.dtype == FLOAT])
+        reached = upstream([v for v in seeds if v is not None], lambda v: v.dtype != FLOAT)
+        cone = {v for v in reached if v.dtype == FLOAT}
         users = {use.node for value in cone for use in value.uses()} - {node}
         inside = all(output in cone for user in users for output in user.outputs)
         if inside and not any(v.is_graph_input() or v.is_graph_output() for v in cone):
             kept |= cone
     return kept
-
-
-def _ancestors(values: list[ir.Value]) -> set[ir.Value]:
-    """The fp32 tensors among `values`, and those that they are computed from."""
-    cone: set[ir.Value] = set()
-    while values:
-        value = values.pop()
-        if value.dtype == FLOAT and value not in cone:
-            cone.add(value)
-            if (node := value.producer()) is not None:
-                values += inputs_of(node)
-    return cone
 
 
 def _retype_node(

@@ -14,9 +14,9 @@ from attnforge.export.attention.layout import Axis, Dims, Layout, Sized, after_v
 from attnforge.export.attention.masking import before_sinks
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.attention import SILENT_ROWS
-from attnforge.export.graphs.build import Builder, cast, constant, like, typed
+from attnforge.export.graphs.build import Builder, cast, typed
 from attnforge.export.graphs.nodes import input_of
-from attnforge.export.graphs.qdq import FP8, InInt8, before_fp8, stored_before
+from attnforge.export.graphs.qdq import InInt8, before_fp8, stored_before
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.lowering.band import Band, Residue, band_of, causal_prefix_of, is_triangle, residue_of
 from attnforge.export.masks.visibility import visibility
@@ -204,6 +204,12 @@ class Attention:
         """Query, key and value in the dims of three layouts."""
         return [self.arranged(op, operand, to) for operand, to in zip(self.operands, layouts, strict=True)]
 
+    def for_products(self, op: Builder) -> list[Operand]:
+        """Query `(B, H, n_q, d_k)`, key `(B, H, d_k, n_k)` and value `(B, H, n_k, d_v)`; keys and values that query
+        heads share are copied."""
+        layouts = [self.layout("B", "H", *ends) for ends in (("n_q", "d_k"), ("d_k", "n_k"), ("n_k", "d_v"))]
+        return list(map(Operand, self.inputs(op, layouts), layouts))
+
     def as_output(self, op: Builder, result: ir.Value, layout: Layout) -> ir.Value:
         """A result in the dims of the graph's output."""
         return self.arranged(op, Operand(result, layout), self.output.layout)
@@ -276,19 +282,6 @@ def writer_of(read: ir.Value | None) -> ir.Node:
     writer = (read if stored is None else stored).producer()
     assert writer is not None and writer.op_type == "TensorScatter"
     return writer
-
-
-def in_fp8(op: Builder, x: ir.Value, scale: float, name: str | None = None) -> ir.Value:
-    """`x` rounded to fp8 by Q/DQ.
-
-    Args:
-        x: of any shape.
-        scale: scale of the largest number, > 0.
-        name: for the QuantizeLinear.
-    """
-    assert x.dtype is not None
-    step, zero = constant(op, scale, x.dtype), constant(op, 0, FP8)
-    return like(op.DequantizeLinear(like(op.op("QuantizeLinear", [x, step, zero], name=name), x, FP8), step, zero), x)
 
 
 def attention_of(node: ir.Node) -> Attention:

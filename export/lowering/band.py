@@ -85,12 +85,6 @@ class Band:
         count[: self.first_queries] = tokens
         return int(count.sum())
 
-    def visible(self, queries: int, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-        """`(queries, keys)`, whether each pair is visible."""
-        query, key = np.arange(queries)[:, None], np.arange(keys)
-        seen: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = self.between(query, key)
-        return seen | (key < self.first_keys) | (query < self.first_queries)
-
     def between(self, query: Any, key: Any) -> Any:
         """Whether pairs are in the band, given the indices of their tokens, which broadcast against one another."""
         distance, (least, most) = query // self.chunk * self.chunk - key // self.chunk * self.chunk, self.inside

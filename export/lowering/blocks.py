@@ -11,17 +11,18 @@ of Longformer (https://arxiv.org/abs/2004.05150, 3.1) with one block of keys aro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, typed
+from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.forms import Candidate, Emit
 from attnforge.export.masks.at_blocks import mask_at_blocks
 
 BOOL = ir.DataType.BOOL
@@ -29,6 +30,36 @@ BOOL = ir.DataType.BOOL
 BAND = "attnforge.band"
 """Metadata of a node that attends in blocks: least and most of `query − key`, by the indices of the tokens or of their
 chunks, and how many first keys every block has."""
+
+
+BLOCKS = (64, 128, 256)
+"""Queries per block of the forms on a CPU."""
+
+
+def forms_in_blocks(
+    a: Attention, form: str, node: str, emit: Callable[[int], Emit], tokens: int, many: bool, more: str = ""
+) -> Iterator[Candidate]:
+    """The forms of a site in blocks of its band, if it has one; the smallest blocks that are not narrower than it pay
+    where they skip half of the products.
+
+    Args:
+        a: the site.
+        form: name of what is computed in blocks.
+        node: name of the node by which the site is identified.
+        emit: takes the queries per block; returns what writes the form.
+        tokens: the usual number of queries, and of keys.
+        many: whether there are so many scores that blocks may pay.
+        more: the end of each form's name.
+    """
+    band = a.band if a.has_static_heads else None
+    widths = band.widths(BLOCKS) if band is not None else []
+    for width in widths:
+        assert band is not None
+        is_preferred = width == next((width for width in widths if width >= band.span), widths[-1])
+        pays = many and is_preferred and 2 * band.products(width, tokens) <= tokens**2
+        name = f"{form}, blocks of {width} × {band.wide(width)}{more}"
+        why = "the mask leaves a band: each block of queries attends only to the keys in it"
+        yield Candidate(name, node, emit(width), pays, why, materialises_scores=False)
 
 
 def in_blocks(op: Builder, a: Attention, width: int, attend: Callable[[Attention, int], ir.Value]) -> ir.Value:
@@ -128,7 +159,7 @@ class _Cut:
 
     def queries(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, width, size)`."""
-        return self._blocks(self._op.Pad(x, self.pads(3, 1)), self._width, x)
+        return self._blocks(filled_up(self._op, x, 1, self._missing), self._width, x)
 
     def keys(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, wide, size)`."""
@@ -156,11 +187,6 @@ class _Cut:
         assert mask.dtype is not None
         return typed(op.Reshape(op.Expand(mask, batch), shape), mask.dtype, [samples.dim(), heads, *ends])
 
-    def pads(self, rank: int, axis: int) -> ir.Value:
-        """The input of Pad that fills up the last block along an axis."""
-        op, zeros = self._op, constant(self._op, [0] * (rank + axis))
-        return op.Concat(zeros, self._missing, constant(op, [0] * (rank - axis - 1)), axis=0)
-
     def pairs(self, op: Builder, x: ir.Value) -> ir.Value:
         """`(batch, heads, queries, keys)` as `(batch, blocks, heads, width, wide)`; each input dim may be 1."""
         batch, heads, n_q, n_k = dims_of(x)
@@ -172,7 +198,7 @@ class _Cut:
             cut = op.Transpose(op.Gather(x, self.rows, axis=3), perm=[0, 3, 1, 2, 4])
             return typed(cut, x.dtype, [batch, blocks, heads, 1, self.wide])
         shape = op.Concat(op.Shape(x, start=0, end=2), constant(op, [-1, self._width]), op.Shape(x, start=3), axis=0)
-        cut = op.Transpose(op.Reshape(op.Pad(x, self.pads(4, 2)), shape), perm=[0, 2, 1, 3, 4])
+        cut = op.Transpose(op.Reshape(filled_up(op, x, 2, self._missing), shape), perm=[0, 2, 1, 3, 4])
         if n_k == 1:
             return typed(cut, x.dtype, [batch, blocks, heads, self._width, 1])
         rows = op.Unsqueeze(self.rows, constant(op, [0, 2, 3]))

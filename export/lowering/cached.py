@@ -21,10 +21,11 @@ from attnforge.export.attention.canonical import SiteAxes
 from attnforge.export.attention.layout import Axis, Layout, before_views
 from attnforge.export.attention.masking import with_zeros
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed, up_to
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Seen
+from attnforge.export.lowering.forms import Emit
 from attnforge.export.lowering.rotary import before_rotation
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
@@ -153,9 +154,7 @@ def _written(new: ir.Value) -> tuple[Operand, Layout]:
     return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])
 
 
-def over_filled(
-    op: Builder, a: Attention, name: str, attend: Callable[[Builder, Attention, str], ir.Value]
-) -> ir.Value:
+def over_filled(op: Builder, a: Attention, name: str, attend: Emit) -> ir.Value:
     """Attention over the slots up to the last that any sample has filled.
 
     Args:
@@ -173,17 +172,9 @@ def over_filled(
     attended = filled.plus(1) if has_sink else filled
     axes = SiteAxes({**a.axes.dims, "n_k": (Axis(attended),)})
 
-    def first(value: ir.Value, axis: int, end: ir.Value, size: Size) -> ir.Value:
-        """The slots up to `end`."""
-        assert value.dtype is not None
-        part = op.Slice(value, constant(op, [0]), end, constant(op, [axis]))
-        dims = dims_of(value)
-        dims[axis] = size.dim()
-        return typed(part, value.dtype, dims)
-
     def read(after: ir.Value, rounded: InInt8 | None) -> ir.Value:
         """Keys or values in these slots, and zeros for the sink."""
-        part = first(after, 2, end, filled)
+        part = up_to(op, after, 2, end, filled.dim())
         if rounded is not None:
             part = rounded.restored(op, part)
         return with_zeros(op, part, 1, first=True) if has_sink else part
@@ -193,8 +184,8 @@ def over_filled(
         Operand(part, axes.layout("B", "H_kv", "n_k", size)) for part, size in zip(parts, ("d_k", "d_v"), strict=True)
     )
     until = op.Add(end, constant(op, [1])) if has_sink else end
-    part = replace(a, key=key, value=value, mask=first(mask, 3, until, attended), axes=axes, cached=None)
-    return attend(op, part, name)
+    mask = up_to(op, mask, 3, until, attended.dim())
+    return attend(op, replace(a, key=key, value=value, mask=mask, axes=axes, cached=None), name)
 
 
 def step_mask(op: Builder, positions: ir.Value, site: Seen, capacity: int, dtype: ir.DataType) -> ir.Value:

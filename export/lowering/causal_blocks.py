@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from attnforge.export.graphs.build import Builder, constant, dims_of, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import HEADS_FIRST, Attention, blocks_of
 from attnforge.export.lowering.blocks import within
@@ -89,11 +89,9 @@ class _Cut:
             return Size(min(max(size.factor, self._first), whole.factor))
         return Size.of(ir.SymbolicDim(f"min(max({size.dim()}, {self._first}), {whole.dim()})"))
 
-    def filled(self, x: ir.Value) -> ir.Value:
-        """`(batch, heads, tokens, size)` padded with zeros after the last token to a whole number of blocks."""
-        op = self._op
-        missing = op.Sub(self._end(self._steps), self.tokens)
-        return op.Pad(x, op.Concat(constant(op, [0] * 6), missing, constant(op, [0]), axis=0))
+    def filled(self, x: ir.Value, axis: int = 2) -> ir.Value:
+        """`x` padded with zeros after the last token, along an axis of tokens, to a whole number of blocks."""
+        return filled_up(self._op, x, axis, self._op.Sub(self._end(self._steps), self.tokens))
 
     def rows(self, x: ir.Value, axis: int, number: int, of_keys: bool = False) -> ir.Value:
         """Slice a block's queries, or its keys, from a tensor that has all of them along an axis."""
@@ -118,9 +116,7 @@ class _Cut:
         assert dtype is not None
         for axis, side in zip((2, 3), sides, strict=True):
             if side != 1:
-                missing = op.Sub(self._end(self._steps), self.tokens)
-                pads = op.Concat(constant(op, [0] * (4 + axis)), missing, constant(op, [0] * (3 - axis)), axis=0)
-                x = self.rows(op.Pad(x, pads), axis, number, of_keys=axis == 3)
+                x = self.rows(self.filled(x, axis), axis, number, of_keys=axis == 3)
         have = (self.size(1), self.keys(number))
         dims = (side if side == 1 else size.dim() for side, size in zip(sides, have, strict=True))
         return typed(x, dtype, [batch, heads, *dims])

@@ -20,10 +20,10 @@ from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.nodes import input_of, inputs_of, is_op
 from attnforge.export.graphs.parts import part_of, values_of
-from attnforge.export.graphs.sizes import LayoutError, sizes_of
+from attnforge.export.graphs.sizes import shape_at
 from attnforge.export.graphs.types import FLOATS
 from attnforge.export.lowering.attention import Attention, attention_of
-from attnforge.export.lowering.forms import Candidate, Unmeasurable, evaluated, write
+from attnforge.export.lowering.forms import Candidate, write
 
 BOOL, BFLOAT16, INT8 = ir.DataType.BOOL, ir.DataType.BFLOAT16, ir.DataType.INT8
 
@@ -94,18 +94,6 @@ class Cut:
                 array.reshape(-1, shape[-1])[0] = -np.inf if dtype in FLOATS else False
             arrays[name] = array.astype(dtype.numpy())
         return arrays | (as_it_is(self.model, self.shared)(arrays) if self.shared else {})
-
-
-def shape_at(value: ir.Value, sizes: Mapping[str, int]) -> list[int]:
-    """The shape of a value, given the size of each symbolic dim.
-
-    Raises:
-        Unmeasurable: it is not known.
-    """
-    try:
-        return [evaluated(size, sizes) for size in sizes_of(value)]
-    except LayoutError as error:
-        raise Unmeasurable(f"the shape of {value.name!r} is not known") from error
 
 
 def cut_of(model: ir.Model, a: Attention, projects: bool = False) -> Cut:

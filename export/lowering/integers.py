@@ -61,7 +61,7 @@ def integer_products(model: ir.Model) -> PassResult:
         key = quantise.outputs[0]
         if key not in quantised:
             quantised[key] = insert(graph, quantise, partial(_unsigned, quantise=quantise))
-        last, bias = _with_bias(node)
+        last, bias = between.with_bias
         stored = _unshared(graph, between)
         inputs = [quantised[key], stored, quantise.inputs[1], weight.inputs[1], bias]
         replace_value(last.outputs[0], insert(graph, last, partial(_product, inputs=inputs, node=node)))
@@ -88,7 +88,7 @@ def products_of_nibbles(model: ir.Model) -> PassResult:
     for between in (products := products_between(model, INT4)):
         if between.stored not in stored:
             stored[between.stored] = _nibbles(model.graph, between)
-        last, bias = _with_bias(between.product)
+        last, bias = between.with_bias
         emit = partial(_by_nibbles, between=between, stored=stored[between.stored], bias=bias)
         replace_value(last.outputs[0], insert(model.graph, last, emit))
     if products:
@@ -150,18 +150,6 @@ def _dequantised_rows(op: Builder, lookup: Lookup) -> ir.Value:
     numbers = cast(op, like(op.Gather(lookup.table, lookup.index), rows, INT8), FLOAT)
     scale = typed(op.Gather(lookup.scale, lookup.index), FLOAT, outer)
     return like(op.Mul(numbers, typed(op.Unsqueeze(scale, constant(op, [-1])), FLOAT, [*outer, 1])), rows)
-
-
-def _with_bias(node: ir.Node) -> tuple[ir.Node, ir.Value | None]:
-    """The last node of a product and its bias: the Add of one number per output channel, or else the product itself."""
-    output = node.outputs[0]
-    users = [use.node for use in output.uses()]
-    if len(users) != 1 or users[0].op_type != "Add" or output.is_graph_output():
-        return node, None
-    bias = next((value for value in users[0].inputs if value is not output), None)
-    is_bias = bias is not None and bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1
-    width = output.shape[-1] if output.shape is not None else None
-    return (users[0], bias) if is_bias and bias is not None and bias.shape == [width] else (node, None)
 
 
 def _unsigned(op: Builder, quantise: ir.Node) -> ir.Value:

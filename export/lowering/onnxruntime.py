@@ -56,13 +56,13 @@ from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.graphs.types import in_fp32, widen
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered
-from attnforge.export.lowering.blocks import BAND, in_blocks, written
+from attnforge.export.lowering.blocks import BAND, forms_in_blocks, in_blocks, written
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
-from attnforge.export.lowering.forms import CONTRIB, Candidate, Row, usual
+from attnforge.export.lowering.forms import CONTRIB, NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import decompose, mask_steps
-from attnforge.export.lowering.tuning import Tuner, lower_sites, plain_first
+from attnforge.export.lowering.tuning import Tuner, lower_sites
 from attnforge.export.masks.at_blocks import mask_by_key
 
 BOOL, INT32, FLOAT = ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.FLOAT
@@ -94,9 +94,6 @@ MANY_SCORES = 512 * 512
 """Scores per head from which a form that does not materialise them is worth any transposes that it needs, and causal
 attention in one kernel is worth its copies."""
 
-BLOCKS = (64, 128, 256)
-"""Queries per block, if a mask leaves a band visible."""
-
 ENDS = (("n_q", "d_k"), ("n_k", "d_k"), ("n_k", "d_v"), ("n_q", "d_v"))
 """Tokens and features of query, key, value and output."""
 
@@ -104,7 +101,7 @@ ENDS = (("n_q", "d_k"), ("n_k", "d_k"), ("n_k", "d_v"), ("n_q", "d_v"))
 def lower(
     model: ir.Model,
     sites: list[Site],
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     device: str = "cpu",
     tuner: Tuner | None = None,
     largest: Mapping[str, int] | None = None,
@@ -129,7 +126,7 @@ def lower(
         modified |= widen(model, caches(model)).modified | integer_products(model).modified
     else:
         modified |= in_fp32(model.graph, WITHOUT_BF16)
-    offered = partial(rows, sizes=sizes, largest=largest or sizes, device=device)
+    offered = partial(candidates_for, sizes=sizes, largest=largest or sizes, device=device)
     lowered = lower_sites(model, sites, offered, tuner)
     modified |= casts_for_fp8(model).modified | bool(lowered)  # after the sites, which are recognised by their Q/DQ
     modified |= RemoveUnusedNodesPass()(model).modified
@@ -139,106 +136,94 @@ def lower(
 # --- which form -------------------------------------------------------------------------------------------------------
 
 
-def candidates_for(site: str, a: Attention) -> list[Candidate]:
-    """The forms that compute `a` at any sizes; the plain products first, in a decoder step those over the cache."""
-    return plain_first(rows(site, a, {}, {}))
-
-
-def rows(
-    site: str, a: Attention, sizes: Mapping[str, int], largest: Mapping[str, int], device: str = "cpu"
-) -> list[Row]:
-    """The forms of a site in order of preference, the plain products last.
+def candidates_for(
+    site: str, a: Attention, sizes: Sizes = NO_SIZES, largest: Sizes = NO_SIZES, device: str = "cpu"
+) -> list[Candidate]:
+    """The forms that compute a site at any sizes: the plain products, in a decoder step those over the cache, and the
+    others in order of preference.
 
     Args:
         site: its name.
         a: the site.
-        sizes: the usual size of each symbolic dim.
+        sizes: the usual size of each symbolic dim, by which forms pay.
         largest: the largest size of each.
         device: `"cpu"` or `"cuda"`, where only forms that were measured there pay.
     """
     on_cpu = device == "cpu"
     if a.cached is not None:
-        return _rows_of_step(site, a, on_cpu)
+        return _of_step(site, a, on_cpu)
     scores = usual(a.size("n_q"), sizes) * usual(a.size("n_k"), sizes)
-    found: list[Row] = []
+    found: list[Candidate] = []
     if a.softmax_dtype == a.dtype and a.scales is None:
         many = on_cpu and scores >= MANY_SCORES
         if a.mask is None or _is_additive(a):
             found += [*_group_queries(site, a, sizes, many), *_blocks(site, a, sizes, many)]
-            found += _multi_head_rows(site, a, sizes, largest, scores, on_cpu)
+            found += _multi_head_forms(site, a, sizes, largest, scores, on_cpu)
             if a.mask is None or not a.silent_rows_are_nan:
-                found.append(Row(Candidate("Attention", f"{site}/Attention", _standard), False, "only if measured"))
+                found.append(Candidate("Attention", f"{site}/Attention", _standard, False, "only if measured"))
         found = [*_by_key(site, a, many), *found]  # no other form that pays computes such a mask
-    products = Candidate(_products_form(a), f"{site}/Softmax", _products, fused=False)
-    return [*found, Row(products, True, _why_products(a, scores))]
+    why = _why_products(a, scores)
+    return [Candidate(_products_form(a), f"{site}/Softmax", _products, True, why, fused=False), *found]
 
 
-def _rows_of_step(site: str, a: Attention, on_cpu: bool) -> list[Row]:
-    """The forms of attention over a cache, the plain products last."""
+def _of_step(site: str, a: Attention, on_cpu: bool) -> list[Candidate]:
+    """The forms of attention over a cache, the plain products first."""
     assert a.cached is not None
-    found: list[Row] = []
-    why = "reads only the filled part of the cache"
+    why, products = "reads only the filled part of the cache", partial(over_filled, attend=_products)
+    form = f"{_products_form(a)}, filled part"
+    found = [Candidate(form, f"{site}/Softmax", products, True, why, fused=False)]
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
         emit = partial(group_query, all_slots=not on_cpu)
-        in_place = Candidate(GROUP_QUERY_CACHE, name, emit, materialises_scores=False)
         pays = on_cpu or (a.dtype != FLOAT and a.cached.seen.slopes is None)  # all that CUDA's kernel supports
-        found.append(Row(in_place, pays, "writes to the cache in place, and reads only its filled part"))
+        how = "writes to the cache in place, and reads only its filled part"
+        found.append(Candidate(GROUP_QUERY_CACHE, name, emit, pays, how, materialises_scores=False))
     if a.softmax_dtype == a.dtype:
         standard = partial(over_filled, attend=_standard)
-        found.append(Row(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard), on_cpu, why))
-    products = partial(over_filled, attend=_products)
-    form = f"{_products_form(a)}, filled part"
-    return [*found, Row(Candidate(form, f"{site}/Softmax", products, fused=False), True, why)]
+        found.append(Candidate(FILLED_ATTENTION, f"{site}/Attention", standard, on_cpu, why))
+    return found
 
 
-def _group_queries(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> Iterator[Row]:
+def _group_queries(site: str, a: Attention, sizes: Sizes, many: bool) -> Iterator[Candidate]:
     """The kernel that is always causal, where a site is."""
     if a.residue != "none" or not is_for_group_query(a):
         return
     name = f"{site}/GroupQueryAttention"
     if a.is_triangle:
         why = "causal, with no other mask: memory linear in tokens, and less time with many tokens"
-        yield Row(Candidate(GROUP_QUERY, name, _group_query, materialises_scores=False), many, why)
+        yield Candidate(GROUP_QUERY, name, _group_query, many, why, materialises_scores=False)
     elif a.causal_prefix:
-        form = Candidate(GROUP_QUERY_FIRST, f"{name}/later queries", _after_first, materialises_scores=False)
         pays = many and 2 * a.causal_prefix <= usual(a.size("n_q"), sizes)
-        yield Row(form, pays, "causal, except for the first queries, which see only the first keys")
+        why, name = "causal, except for the first queries, which see only the first keys", f"{name}/later queries"
+        yield Candidate(GROUP_QUERY_FIRST, name, _after_first, pays, why, materialises_scores=False)
 
 
-def _by_key(site: str, a: Attention, many: bool) -> Iterator[Row]:
+def _by_key(site: str, a: Attention, many: bool) -> Iterator[Candidate]:
     """A mask that hides the same keys from every query, as one more feature."""
     if a.residue != "by key" or a.mask is None or a.dtype != FLOAT or not a.has_static_heads or a.softcap:
         return
     why = "the mask hides the same keys from every query: memory linear in tokens"
     if not a.is_triangle:
         name = f"{site}/MultiHeadAttention"
-        yield Row(Candidate(MASK_AS_FEATURE, name, _mask_as_feature, materialises_scores=False), many, why)
+        yield Candidate(MASK_AS_FEATURE, name, _mask_as_feature, many, why, materialises_scores=False)
     elif sizes_of(a.mask)[1] == ONE:
         name = f"{site}/GroupQueryAttention"
-        form = Candidate(CAUSAL_AS_FEATURE, name, _causal_mask_as_feature, materialises_scores=False)
-        yield Row(form, many, why)
+        yield Candidate(CAUSAL_AS_FEATURE, name, _causal_mask_as_feature, many, why, materialises_scores=False)
 
 
-def _blocks(site: str, a: Attention, sizes: Mapping[str, int], many: bool) -> Iterator[Row]:
-    """The blocks of a band; the smallest that are not narrower than it pay where they skip half of the products."""
-    if a.band is None or not a.has_static_heads:
-        return
-    name = f"{site}/Attention" if not a.band.first_queries else f"{site}/Attention/blocks"  # two parts have no map
-    widths, tokens = a.band.widths(BLOCKS), usual(a.size("n_k"), sizes)
-    for width in widths:
-        first = f", {a.band.first_queries} first queries" if a.band.first_queries else ""
-        form = f"Attention, blocks of {width} × {a.band.wide(width)}{first}"
-        emit = partial(_in_blocks, width=width)
-        is_preferred = width == next((width for width in widths if width >= a.band.span), widths[-1])
-        pays = many and is_preferred and 2 * a.band.products(width, tokens) <= tokens**2
-        why = "the mask leaves a band: each block of queries attends only to the keys in it"
-        yield Row(Candidate(form, name, emit, materialises_scores=False), pays, why)
+def _blocks(site: str, a: Attention, sizes: Sizes, many: bool) -> Iterator[Candidate]:
+    """The blocks of a band."""
+    first = a.band.first_queries if a.band is not None else 0
+    name, more = f"{site}/Attention", ""
+    if first:  # two parts have no map
+        name, more = f"{name}/blocks", f", {first} first queries"
+    tokens = usual(a.size("n_k"), sizes)
+    return forms_in_blocks(a, "Attention", name, lambda width: partial(_in_blocks, width=width), tokens, many, more)
 
 
-def _multi_head_rows(
-    site: str, a: Attention, sizes: Mapping[str, int], largest: Mapping[str, int], scores: int, on_cpu: bool
-) -> Iterator[Row]:
+def _multi_head_forms(
+    site: str, a: Attention, sizes: Sizes, largest: Sizes, scores: int, on_cpu: bool
+) -> Iterator[Candidate]:
     """The kernel of attention with at most a mask that is added, for all heads in one call or one at a time."""
     if a.softcap or (a.is_causal and a.size("n_q") != a.size("n_k")):
         return
@@ -248,18 +233,19 @@ def _multi_head_rows(
     pays = is_plain and (scores >= MANY_SCORES or moves <= _moves_of_products(a))
     why = "the fast path without a mask: memory linear in tokens"
     if is_plain and a.size("H").is_static and on_cpu and (size := _bytes(a, largest)) >= MANY_BYTES:
-        form = Candidate(HEAD_AFTER_HEAD, name, _head_after_head, materialises_scores=False, projects=True)
         how = f"head after head, because queries, keys and values of all heads take up to {size / 2**20:.0f} MiB"
-        yield Row(form, pays and is_packed, f"{why}; {how}")
+        yield Candidate(
+            HEAD_AFTER_HEAD, name, _head_after_head, pays and is_packed, f"{why}; {how}",
+            materialises_scores=False, projects=True,
+        )  # fmt: skip
     elif a.size("H").is_static:
-        form = Candidate(MULTI_HEAD, name, partial(_multi_head, packed=True), materialises_scores=not is_plain)
+        emit, packed_pays, how = partial(_multi_head, packed=True), pays and is_packed, why
         if not on_cpu and _pays_on_cuda(a, sizes):
-            yield Row(form, True, "for a multiple of 8 tokens, CUDA's kernel does not store the masked scores")
-        else:
-            yield Row(form, pays and is_packed, why)
+            packed_pays, how = True, "for a multiple of 8 tokens, CUDA's kernel does not store the masked scores"
+        yield Candidate(MULTI_HEAD, name, emit, packed_pays, how, materialises_scores=not is_plain)
     if a.mask is None or sizes_of(a.mask)[:2] == [ONE, ONE]:
-        form = Candidate(ONE_HEAD, name, partial(_multi_head, packed=False), materialises_scores=not is_plain)
-        yield Row(form, pays and not is_packed, why)
+        emit = partial(_multi_head, packed=False)
+        yield Candidate(ONE_HEAD, name, emit, pays and not is_packed, why, materialises_scores=not is_plain)
 
 
 def _is_additive(a: Attention) -> bool:
@@ -291,7 +277,7 @@ def _why_products(a: Attention, scores: int) -> str:
     return f"the fused form needs other layouts, which do not pay off at about {scores} scores per head"
 
 
-def _pays_on_cuda(a: Attention, sizes: Mapping[str, int]) -> bool:
+def _pays_on_cuda(a: Attention, sizes: Sizes) -> bool:
     """Whether one kernel pays with a mask: that was measured in fp16. The kernel stores the scores after all unless the
     tokens are a multiple of 8; what it computes for a fully masked row has not been compared with NaN."""
     tokens = a.size("n_q")
@@ -299,7 +285,7 @@ def _pays_on_cuda(a: Attention, sizes: Mapping[str, int]) -> bool:
     return masked and a.dtype == ir.DataType.FLOAT16 and tokens == a.size("n_k") and usual(tokens, sizes) % 8 == 0
 
 
-def _bytes(a: Attention, sizes: Mapping[str, int]) -> int:
+def _bytes(a: Attention, sizes: Sizes) -> int:
     """Bytes of queries, keys and values of all heads in fp32."""
     operands = [("B", "H", *ends) for ends in ENDS[:3]]
     return 4 * sum(prod(usual(a.size(dim), sizes) for dim in dims) for dims in operands)

@@ -27,13 +27,13 @@ from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, atte
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import Builder
 from attnforge.export.graphs.passes import SitesResult
-from attnforge.export.graphs.qdq import in_int8 as rounded
+from attnforge.export.graphs.qdq import INT8, rounded_to
 from attnforge.export.lowering.attention import Attention, Lowered
-from attnforge.export.lowering.blocks import in_blocks
+from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
-from attnforge.export.lowering.forms import Candidate, Row, usual
+from attnforge.export.lowering.forms import NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.products import decompose
-from attnforge.export.lowering.tuning import Library, Tuner, lower_sites, plain_first
+from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 
 FLOAT = ir.DataType.FLOAT
@@ -41,9 +41,6 @@ FLOAT = ir.DataType.FLOAT
 CANONICAL_FORM = "Attention"
 
 INT8_FORM = "Attention, queries × keys in int8"
-
-BLOCKS = (64, 128, 256)
-"""Queries per block, if a mask leaves a band visible."""
 
 STEPS = (4, 8, 16, 32)
 """Blocks of queries for causal attention; from 16 on only with :data:`FEWEST_ROWS` in each."""
@@ -71,7 +68,7 @@ MANY_TOKENS = 1024
 def lower(
     model: ir.Model,
     sites: Sequence[Site],
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     tuner: Tuner | None = None,
     in_int8: Mapping[str, Scales] | None = None,
 ) -> SitesResult[Lowered]:
@@ -88,7 +85,9 @@ def lower(
         the form of every site that may differ from the canonical node, and why it was chosen.
     """
     scales = in_int8 or {}
-    lowered = lower_sites(model, sites, lambda site, a: rows(site, a, scales.get(site), sizes), tuner, CANONICAL_FORM)
+    lowered = lower_sites(
+        model, sites, lambda site, a: candidates_for(site, a, scales.get(site), sizes), tuner, CANONICAL_FORM
+    )
     RemoveUnusedNodesPass()(model)
     return SitesResult(model, any(site.form != CANONICAL_FORM for site in lowered), lowered)
 
@@ -101,20 +100,15 @@ def may_round_scores(a: Attention) -> bool:
     return is_plain and a.dtype == FLOAT and a.cached is None and a.scales is None
 
 
-def candidates_for(site: str, a: Attention, in_int8: Scales | None = None) -> list[Candidate]:
-    """The forms that compute `a` at any sizes, the canonical node first."""
-    return plain_first(rows(site, a, in_int8, {}))
-
-
-def rows(site: str, a: Attention, in_int8: Scales | None, sizes: Mapping[str, int]) -> list[Row]:
-    """The forms of a site in order of preference: those in blocks that its mask allows if heads are static, the
-    canonical node after int8 queries and keys if these have scales, and the canonical node.
+def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes: Sizes = NO_SIZES) -> list[Candidate]:
+    """The forms that compute a site at any sizes: the canonical node; and in order of preference those in blocks that
+    its mask allows if heads are static, and the canonical node after int8 queries and keys if these have scales.
 
     Args:
         site: its name.
         a: the site.
         in_int8: scales of queries and keys.
-        sizes: the usual size of each symbolic dim.
+        sizes: the usual size of each symbolic dim, by which forms pay.
     """
     name, queries, keys = str(a.node.name), usual(a.size("n_q"), sizes), usual(a.size("n_k"), sizes)
     has_parts = a.has_static_heads and a.cached is None and a.scales is None
@@ -123,24 +117,20 @@ def rows(site: str, a: Attention, in_int8: Scales | None, sizes: Mapping[str, in
         why = f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on"
         why = why if a.band is None else "blocks would not leave out enough of the products"
     if in_int8 is not None and may_round_scores(a):  # the gate has judged its error
-        form = Candidate(INT8_FORM, name, partial(_canonical, in_int8=in_int8), tolerance=math.inf)
+        emit, pays = partial(_canonical, in_int8=in_int8), queries * keys >= INT8_SCORES
         reason = "the first product is faster in int8, and its rounding is within the limit"
-        found.append(Row(form, queries * keys >= INT8_SCORES, reason))
+        found.append(Candidate(INT8_FORM, name, emit, pays, reason, tolerance=math.inf))
         why = "with so few queries and keys, rounding takes as long as int8 saves"
-    return [*found, Row(Candidate(CANONICAL_FORM, name, _canonical, materialises_scores=False), True, why)]
+    return [Candidate(CANONICAL_FORM, name, _canonical, True, why, materialises_scores=False), *found]
 
 
-def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Row]:
+def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Candidate]:
     """The forms in blocks of a band, or in causal blocks."""
     if a.band is not None:
-        widths, many = a.band.widths(BLOCKS), queries * keys >= MANY_SCORES
-        preferred = next((width for width in widths if width >= a.band.span), widths[-1] if widths else None)
-        for width in widths:
-            form = f"{_PRODUCTS}, blocks of {width} × {a.band.wide(width)}"
-            pays = many and width == preferred and 2 * a.band.products(width, queries) <= queries * keys
-            why = "the mask leaves a band: each block of queries attends only to the keys in it"
-            emit = partial(_cut, by=in_blocks, size=width)
-            yield Row(Candidate(form, name, emit, materialises_scores=False), pays, why)
+        many = queries * keys >= MANY_SCORES
+        yield from forms_in_blocks(
+            a, _PRODUCTS, name, lambda width: partial(_cut, by=in_blocks, size=width), queries, many
+        )
     elif a.causal_prefix is not None:
         wide = [steps for steps in STEPS if steps * FEWEST_ROWS <= queries] or [STEPS[0]]
         for steps in sorted({*STEPS[:2], *wide}):
@@ -148,7 +138,7 @@ def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Row]:
             why = "causal: each block of queries attends to the keys up to its own"
             form = f"{_PRODUCTS}, {steps} blocks"
             emit = partial(_cut, by=in_causal_blocks, size=steps)
-            yield Row(Candidate(form, name, emit, materialises_scores=False), pays, why)
+            yield Candidate(form, name, emit, pays, why, materialises_scores=False)
 
 
 _PRODUCTS = "MatMul·Softmax·MatMul"
@@ -160,7 +150,7 @@ _PRODUCTS = "MatMul·Softmax·MatMul"
 def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = None) -> ir.Value:
     query, key, value = a.inputs(op, [a.layout(*dims) for dims in (QUERY, KEY, VALUE)])
     if in_int8 is not None:
-        query, key = (rounded(op, x, scale) for x, scale in zip((query, key), in_int8, strict=True))
+        query, key = (rounded_to(op, x, scale, INT8) for x, scale in zip((query, key), in_int8, strict=True))
     result = attention_node(
         op, name, query, key, value, a.mask, scale=a.scale, is_causal=a.is_causal, softcap=a.softcap,
         softmax_precision=0 if a.softmax_dtype == a.dtype else a.softmax_dtype.value,
@@ -176,13 +166,8 @@ def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size
 
 
 def _products(op: Builder, a: Attention, name: str) -> ir.Value:
-    query, value = (a.arranged(op, x, a.layout(*to)) for x, to in ((a.query, QUERY), (a.value, _VALUES)))
-    key = a.arranged(op, a.key, a.layout("B", "H", "d_k", "n_k"))
+    query, key, value = (operand.value for operand in a.for_products(op))
     return a.as_output(op, decompose(op, a, query, key, value, name), a.layout(*OUTPUT))
-
-
-_VALUES = ("B", "H", "n_k", "d_v")
-"""The dims of values; those that query heads share are copied."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

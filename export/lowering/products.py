@@ -11,8 +11,8 @@ from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.masking import all_of, any_key, largest, representable
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
-from attnforge.export.graphs.qdq import MOST_FP8, rounding_of
-from attnforge.export.lowering.attention import Attention, in_fp8
+from attnforge.export.graphs.qdq import FP8, MOST_FP8, rounded_to, rounding_of
+from attnforge.export.lowering.attention import Attention
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 
@@ -48,15 +48,15 @@ def decompose(
         query = _scaled(op, query, attention.scale)
     if attention.scales is not None:
         of_query, of_key, of_value = attention.scales
-        query = in_fp8(op, query, of_query * attention.scale)
-        key_transposed, value = in_fp8(op, key_transposed, of_key), in_fp8(op, value, of_value)
+        query = rounded_to(op, query, of_query * attention.scale, FP8)
+        key_transposed, value = rounded_to(op, key_transposed, of_key, FP8), rounded_to(op, value, of_value, FP8)
     scores = _capped_scores(op, attention, query, key_transposed)
     for step in _steps(op, attention, query, key_transposed):
         scores = _masked(op, scores, step)
     scores = cast(op, scores, attention.softmax_dtype)
     weights = cast(op, like(op.op("Softmax", [scores], {"axis": -1}, name=softmax_name), scores), dtype)
     if attention.scales is not None:
-        weights = in_fp8(op, weights, 1 / MOST_FP8, rounding_of(softmax_name))
+        weights = rounded_to(op, weights, 1 / MOST_FP8, FP8, rounding_of(softmax_name))
     batch, heads, n_q = dims_of(query)[:3]
     if as_columns:
         product = op.MatMul(value, op.Transpose(weights, perm=[0, 1, 3, 2]))

@@ -13,6 +13,7 @@ from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.layout import Layout, before_views
 from attnforge.export.attention.operands import Operand, scalar
 from attnforge.export.graphs.build import dims_of, initializer
+from attnforge.export.graphs.nodes import input_of, is_op, maker_of
 
 Parts = tuple[ir.Value, ir.Value, ir.Value]
 """The rotated value, the cosines and the sines."""
@@ -73,20 +74,18 @@ def _by_halves(node: ir.Node, size: int) -> Parts | None:
 
 def _of_whole_heads(node: ir.Node, size: int) -> Parts | None:
     for (x, cosine), (turned, sine) in itertools.product(*_factors(node)):
-        cat = _producer(turned)
-        if cat is None or cat.op_type != "Concat" or len(cat.inputs) != 2 or not _is_last_axis(cat):
+        cat = maker_of(turned)
+        if not is_op(cat, "Concat") or len(cat.inputs) != 2 or not _is_last_axis(cat):
             continue
-        negative = _producer(cat.inputs[0])
-        if negative is None or negative.op_type != "Neg":
-            continue
-        if [_half(value, size) for value in (negative.inputs[0], cat.inputs[1])] == [(x, 1), (x, 0)]:
+        negative, first = maker_of(cat.inputs[0]), _half(cat.inputs[1], size)
+        if is_op(negative, "Neg") and _half(negative.inputs[0], size) == (x, 1) and first == (x, 0):
             return x, cosine, sine
     return None
 
 
 def _of_halves(node: ir.Node, size: int) -> Parts | None:
-    first, second = (_producer(value) for value in node.inputs) if len(node.inputs) == 2 else (None, None)
-    if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
+    first, second = map(maker_of, node.inputs) if len(node.inputs) == 2 else (None, None)
+    if not is_op(first, "Sub") or not is_op(second, "Add"):
         return None
     for (x1, cosine), (x2, sine) in itertools.product(*_factors(first)):
         half = _half(x1, size)
@@ -103,23 +102,22 @@ def _factors(node: ir.Node) -> list[list[tuple[ir.Value, ir.Value]]]:
     product."""
     factors = []
     for value in node.inputs:
-        product = _producer(value)
-        pair = product.inputs if product is not None and product.op_type == "Mul" else (None, None)
-        a, b = pair
+        product = maker_of(value)
+        a, b = product.inputs if is_op(product, "Mul") else (None, None)
         factors.append([] if a is None or b is None else [(a, b), (b, a)])
     return factors
 
 
 def _half(value: ir.Value | None, size: int) -> tuple[ir.Value, int] | None:
     """The tensor that a value is the first (0) or second (1) half of, in the last of four dims, which has that size."""
-    node = _producer(value)
-    x = node.inputs[0] if node is not None and node.inputs else None
-    if value is None or node is None or x is None:
+    node = maker_of(value)
+    if value is None or not is_op(node, "Split", "Slice"):
         return None
+    x = input_of(node)
     if node.op_type == "Split":
         is_equal = len(node.outputs) == 2 and dims_of(value)[-1] == size // 2
         return (x, value.index() or 0) if is_equal and _is_last_axis(node) else None
-    if node.op_type != "Slice" or len(node.inputs) < 4:
+    if len(node.inputs) < 4:
         return None
     start, end, axis, step = (scalar(each) for each in (*node.inputs[1:], *[None] * (5 - len(node.inputs))))
     if axis not in (-1, 3) or step not in (None, 1) or start is None or end is None:
@@ -134,12 +132,6 @@ def _is_last_axis(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", 0) in (-1, 3)
 
 
-def _producer(value: ir.Value | None) -> ir.Node | None:
-    """The node of a standard ONNX operator that computes a value; None if there is none."""
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.domain == "" else None
-
-
 def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
     """The table of that width whose rows at the tokens' positions are `rows`; None if they are anything else.
 
@@ -151,11 +143,11 @@ def _table(rows: ir.Value | None, width: int) -> ir.Value | None:
         return None
     layout = Layout.fresh(rows)
     value, before = before_views(rows, layout)
-    node = _producer(value)
-    if node is None or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
+    node = maker_of(value)
+    if not is_op(node, "Gather") or node.attributes.get_int("axis", 0) != 0:
         return None
     table, positions = node.inputs
-    of_tokens = _producer(positions)
+    of_tokens = maker_of(positions)
     if table is None or not table.is_initializer() or of_tokens is None or PLACES not in of_tokens.metadata_props:
         return None
     dims = layout.dims

@@ -32,11 +32,11 @@ from typing import Literal
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.export.attention.canonical import MASK_STEP, OUTPUT, QUERY
+from attnforge.export.attention.canonical import MASK_STEP, OUTPUT
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, typed
+from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, resized, typed, up_to
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, sizes_of
@@ -253,12 +253,9 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
     if dtype == a.dtype:
         return _emit(op, a, recipe, site)
     if recipe.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
-        a = replace(
-            a,
-            query=_moved(op, a, a.query, "n_q", "d_k"),
-            key=_moved(op, a, a.key, "d_k", "n_k"),
-            value=_moved(op, a, a.value, "n_k", "d_v"),
-        )
+        # moved here, where the builder cannot fold it into the next product
+        query, key, value = (Operand(_apart(op, x.value), x.layout) for x in a.for_products(op))
+        a = replace(a, query=query, key=key, value=value)
     return cast(op, _emit(op, a.narrowed(op, dtype), recipe, site), a.dtype)
 
 
@@ -278,9 +275,7 @@ def _emit_part(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int 
 def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value:
     """Two products around one softmax."""
     fused = recipe.unfused is None
-    query = a.arranged(op, a.query, a.layout(*QUERY))
-    value = a.arranged(op, a.value, a.layout("B", "H", "n_k", "d_v"))
-    key = a.arranged(op, a.key, a.layout("B", "H", "d_k", "n_k"))
+    query, key, value = (operand.value for operand in a.for_products(op))
     if recipe.head_size is not None:
         query, value = _padded(op, query, 3, recipe.head_size), _padded(op, value, 3, recipe.head_size)
         key = _padded(op, key, 2, recipe.head_size)
@@ -301,14 +296,8 @@ def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value
         result = _joined(op, result, rows, recipe.pair)
     d_v = a.size("d_v")
     if recipe.head_size not in (None, d_v.factor):
-        result = _sliced(op, result, 3, constant(op, [d_v.factor]), d_v.dim())
+        result = up_to(op, result, 3, constant(op, [d_v.factor]), d_v.dim())
     return a.as_output(op, result, a.layout(*OUTPUT))
-
-
-def _moved(op: Builder, a: Attention, operand: Operand, rows: str, columns: str) -> Operand:
-    """`operand` with `rows` and `columns` as its last two dims, which the builder cannot fold into the next product."""
-    layout = a.layout("B", "H", rows, columns)
-    return Operand(_apart(op, a.arranged(op, operand, layout)), layout)
 
 
 def _metadata(value: ir.Value) -> Mapping[str, str]:
@@ -342,25 +331,12 @@ def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:
         return x
     pads = [0] * 8
     pads[4 + axis] = missing
-    return _resized(op.Pad(x, constant(op, pads)), x, axis, size)
-
-
-def _resized(value: ir.Value, source: ir.Value, axis: int, dim: int | ir.SymbolicDim) -> ir.Value:
-    """`value` with the type and shape of `source`, but another size along `axis`."""
-    assert source.shape is not None
-    shape = list(source.shape)
-    shape[axis] = dim
-    assert source.dtype is not None
-    return typed(value, source.dtype, shape)
-
-
-def _sliced(op: Builder, x: ir.Value, axis: int, end: ir.Value, dim: int | ir.SymbolicDim) -> ir.Value:
-    return _resized(op.Slice(x, constant(op, [0]), end, constant(op, [axis])), x, axis, dim)
+    return resized(op.Pad(x, constant(op, pads)), x, axis, size)
 
 
 def _twice(op: Builder, x: ir.Value) -> ir.Value:
     """`(1, …)` repeated as `(2, …)`."""
-    return _resized(op.Expand(x, constant(op, [2, 1, 1, 1])), x, 0, 2)
+    return resized(op.Expand(x, constant(op, [2, 1, 1, 1])), x, 0, 2)
 
 
 def _halved(op: Builder, query: ir.Value) -> ir.Value:
@@ -372,7 +348,7 @@ def _halved(op: Builder, query: ir.Value) -> ir.Value:
     else:
         odd = op.Mod(op.Shape(query, start=2, end=3), constant(op, [2]))
         pads = op.Concat(constant(op, [0] * 6), odd, constant(op, [0]), axis=0)
-        query = _resized(op.Pad(query, pads), query, 2, ir.SymbolicDim(f"even_{n.value}"))
+        query = resized(op.Pad(query, pads), query, 2, ir.SymbolicDim(f"even_{n.value}"))
     halves = op.Reshape(query, constant(op, [2, 1, -1, int(d)]))  # type: ignore[arg-type]
     half = (n + 1) // 2 if isinstance(n, int) else ir.SymbolicDim(f"half_{n.value}")
     assert query.dtype is not None
@@ -390,11 +366,11 @@ def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Valu
     assert result.shape is not None and rows.shape is not None
     n, d = rows.shape[2], result.shape[3]
     if pair == "copied":
-        return _sliced(op, result, 0, constant(op, [1]), 1)
+        return up_to(op, result, 0, constant(op, [1]), 1)
     joined = op.Reshape(result, constant(op, [1, 1, -1, int(d)]))  # type: ignore[arg-type]
     assert result.dtype is not None
     even = n + n % 2 if isinstance(n, int) else ir.SymbolicDim(f"even_{n.value}")
     typed(joined, result.dtype, [1, 1, even, d])
     if isinstance(n, int) and n % 2 == 0:
         return joined
-    return _sliced(op, joined, 2, op.Shape(rows, start=2, end=3), n)
+    return up_to(op, joined, 2, op.Shape(rows, start=2, end=3), n)

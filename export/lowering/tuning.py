@@ -26,10 +26,10 @@ from attnforge.errors import first_line
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import open_session
-from attnforge.export.graphs.sizes import sizes_of
+from attnforge.export.graphs.sizes import Unmeasurable, evaluated, sizes_of
 from attnforge.export.lowering.attention import Attention, Lowered, attentions
 from attnforge.export.lowering.cut import cut_of, work_of
-from attnforge.export.lowering.forms import Candidate, FormChoice, Row, Unmeasurable, evaluated, write
+from attnforge.export.lowering.forms import Candidate, FormChoice, write
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
@@ -285,21 +285,17 @@ def disagreement(output: Array, expected: Array, tolerance: float, plain: str) -
     return f"it differs from {plain} by {scientific(error)}" if error > tolerance else None
 
 
-def plain_first(rows: Sequence[Row]) -> list[Candidate]:
-    """The forms of the rows, the plain one first."""
-    *others, plain = (row.candidate for row in rows)
-    return [plain, *others]
-
-
-def by_rules(rows: Sequence[Row]) -> FormChoice:
-    """The form of the first row that pays."""
-    return next(FormChoice(row.candidate.form, row.why) for row in rows if row.pays)
+def by_rules(candidates: Sequence[Candidate]) -> FormChoice:
+    """The first form that pays, the plain one last."""
+    plain, *others = candidates
+    chosen = next((candidate for candidate in others if candidate.pays), plain)
+    return FormChoice(chosen.form, chosen.why)
 
 
 def lower_sites(
     model: ir.Model,
     sites: Sequence[Site],
-    rows: Callable[[str, Attention], Sequence[Row]],
+    candidates_for: Callable[[str, Attention], Sequence[Candidate]],
     tuner: Tuner | None = None,
     kept: str | None = None,
 ) -> list[Lowered]:
@@ -308,14 +304,14 @@ def lower_sites(
     Args:
         model: a graph with canonical Attention nodes, which stay, without users.
         sites: what :func:`~attnforge.export.attention.canonicalize.canonicalize` found in it.
-        rows: takes the name of a site and its attention; returns its forms.
+        candidates_for: takes the name of a site and its attention; returns its forms.
         tuner: chooses by measuring; None to choose by rules.
         kept: the form of the canonical node itself. A site that has no other is not listed in the result.
     """
     lowered = []
     for site, a in attentions(model, sites):
-        offered = rows(site.name, a)
-        candidates, choice = plain_first(offered), by_rules(offered)
+        candidates = candidates_for(site.name, a)
+        choice = by_rules(candidates)
         if [candidate.form for candidate in candidates] == [kept]:
             continue
         if tuner is not None and a.dtype == ir.DataType.FLOAT:

@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.precision.quantisation import INT8, Product, Quantisation, Scheme, inputs_of
+from attnforge.export.graphs.qdq import Scheme
+from attnforge.export.precision.quantisation import INT8, Product, Quantisation, inputs_of
 from attnforge.runtime.parity.budget import relative_error
 
 ROWS = 256

@@ -1,4 +1,4 @@
-"""The cost of an operator in 16 bits and in fp32: floating-point operations, and estimated seconds."""
+"""The estimated seconds of an operator in 16 bits and in fp32."""
 
 from __future__ import annotations
 
@@ -7,26 +7,12 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from attnforge.export.flops import Uncountable, product_flops
+from attnforge.export.flops import known_flops
 from attnforge.runtime.inputs import size_of
 
 RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
 """Operations per second of 16-bit and fp32 products, and bytes per second, of an A100 (NVIDIA A100 datasheet). Only
 their ratios matter here."""
-
-
-def flops_of(node: ir.Node, sizes: Mapping[str, int]) -> float:
-    """Floating-point operations of a matrix product, a convolution or attention; 0 for any other operator and for a
-    node whose work cannot be counted.
-
-    Args:
-        node: a node whose inputs and outputs have shapes.
-        sizes: sizes of the symbols in them.
-    """
-    try:
-        return float(product_flops(node, sizes))
-    except Uncountable:
-        return 0.0
 
 
 def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:
@@ -38,7 +24,7 @@ def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:
         is_high: whether it computes in fp32 rather than in 16 bits.
     """
     numbers = sum(math.prod(_shape_of(v, sizes)) for v in (*node.inputs, *node.outputs) if v is not None)
-    return flops_of(node, sizes) / (RATE_32 if is_high else RATE_16) + numbers * (4 if is_high else 2) / BANDWIDTH
+    return known_flops(node, sizes) / (RATE_32 if is_high else RATE_16) + numbers * (4 if is_high else 2) / BANDWIDTH
 
 
 def _shape_of(value: ir.Value, sizes: Mapping[str, int]) -> list[int]:

@@ -1,6 +1,5 @@
 """Emulation of a TensorRT plan on the CPU: each operator computes in float32 and rounds its result to the type that it
-is stored in, except for what a kernel never stores: the scores of fused attention, and a product whose bias is added in
-the same kernel.
+is stored in, except for what a kernel never stores: the scores of fused attention.
 
 This is the only emulation of 16-bit storage in the package. It differs from a GPU in the order of sums, and does not
 include the approximations of a GPU's kernels.
@@ -15,22 +14,18 @@ import onnx_ir as ir
 from attnforge.export.diagnosis.stages import scores_of
 from attnforge.export.graphs.execute import Runner, at_own_precision
 from attnforge.export.graphs.types import LOW
-from attnforge.export.tensorrt.build import Plan, site_of
+from attnforge.export.tensorrt.build import site_of
 
 
-def emulate(model: ir.Model, fused: Collection[str], plan: Plan | None = None) -> Runner:
+def emulate(model: ir.Model, fused: Collection[str]) -> Runner:
     """A runner of a graph that was lowered for TensorRT; inputs and outputs that are 16-bit in the graph are float32.
+    Every product is rounded before its bias is added, which is stricter than a plan.
 
     Args:
         model: not modified.
         fused: names of the sites that TensorRT fuses.
-        plan: compiled from `model`; shows which kernels add the bias to their product. Without a plan every product is
-            rounded before its bias is added, which is stricter than a plan.
     """
-    unrounded = unrounded_in_fused_kernels(model, fused)
-    if plan is not None:
-        unrounded += _unrounded_before_bias(model, plan)
-    return at_own_precision(model, unrounded=unrounded)
+    return at_own_precision(model, unrounded=unrounded_in_fused_kernels(model, fused))
 
 
 def unrounded_in_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Value]:
@@ -40,19 +35,4 @@ def unrounded_in_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[
     for node in model.graph:
         if node.op_type == "Softmax" and site_of(str(node.name)) in fused:
             values += [value for value in scores_of(node) if value.dtype in LOW]
-    return values
-
-
-def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
-    """The 16-bit products that a kernel of `plan` keeps in float32 until it has added the bias, as eager does."""
-    values: list[ir.Value] = []
-    for node in model.graph:
-        if node.op_type != "Add" or not any(value is not None and value.is_initializer() for value in node.inputs):
-            continue
-        for value in node.inputs:
-            product = value.producer() if value is not None else None
-            if value is None or product is None or product.op_type != "MatMul" or value.dtype not in LOW:
-                continue
-            if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
-                values.append(value)
     return values

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import onnx_ir as ir
 
@@ -19,15 +19,14 @@ from attnforge.bundle import Quantised, QuantisedProduct
 from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import decomposed, module_of
-from attnforge.export.flops import run_cost
+from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
+from attnforge.export.graphs.qdq import SCHEMES
 from attnforge.export.precision.calibration import calibrate
-from attnforge.export.precision.cost import flops_of
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial, judged_on
 from attnforge.export.precision.quantisation import (
     INT8,
     LEAST_WEIGHTS,
-    SCHEMES,
     Product,
     Quantisation,
     Table,
@@ -56,32 +55,6 @@ is checked against twice its error."""
 
 LOWERED_AGAIN = 8
 """Maximum number of products that are quantised again after the gate is passed."""
-
-
-class QuantisedReference(Derived):
-    """The reference of a quantised deployment: the same Q/DQ in fp32 for eager, float64 with the original weights.
-
-    Args:
-        whole: the model in fp32.
-        precision: the deployment's precision.
-        model: the quantised canonical graph.
-        sites: its attention sites.
-    """
-
-    def __init__(self, whole: ReferenceModel, precision: Precision, model: ir.Model, sites: list[Site]) -> None:
-        super().__init__(whole, precision)
-        self._model, self._sites = model, sites
-
-    @property
-    def reference(self) -> str:
-        return f"{self._whole.reference} for float64, and its graph with the same Q/DQ in fp32 for eager"
-
-    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return self._run(inputs)
-
-    @cached_property
-    def _run(self) -> Runner:
-        return as_it_is(decomposed(self._model, self._sites))
 
 
 @dataclass(frozen=True)
@@ -156,9 +129,16 @@ def choose_forms(
         if (why := _why_not_rounded(trial, judge(high))) is not None:
             record.kept |= {score.name: why for score in scores}
             scores = []
-    reference = QuantisedReference(whole, precision, quantised, sites)
+    reference = _reference(whole, precision, quantised, sites)
     caches = [cache for cache in graph.caches if cache.name not in high]
     return ChosenForms(quantised, reference, record, caches, scores)
+
+
+def _reference(whole: ReferenceModel, precision: Precision, model: ir.Model, sites: list[Site]) -> ReferenceModel:
+    """The reference of a quantised deployment: the same Q/DQ in fp32 for eager, float64 with the original weights."""
+    text = f"{whole.reference} for float64, and its graph with the same Q/DQ in fp32 for eager"
+    opened = cache(lambda: as_it_is(decomposed(model, sites)))  # only once it is needed
+    return Derived(whole, precision, text, lambda inputs: opened()(inputs))
 
 
 def _check_same(run: Runner, answers: Answers, precision: Precision) -> None:
@@ -330,7 +310,7 @@ class QuantisedGraph:
         """
         low = [product for product in self.products if product.name not in high]
         attended = [site for site in self.attended if site.name not in high]
-        flops = [(node.name, flops_of(node, sizes)) for node in self.model.graph]
+        flops = [(node.name, known_flops(node, sizes)) for node in self.model.graph]
         low_bit = {*(product.name for product in low), *(site.site.node for site in attended)}
         why = "the requirement is not met if it is quantised"
         return Quantised(

@@ -13,13 +13,12 @@ from functools import partial
 
 import onnx_ir as ir
 
-from attnforge.arrays import Array
 from attnforge.bundle import Mixed, Region
 from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.flops import run_cost
+from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.precision.assign import MixedGraph
-from attnforge.export.precision.cost import cost_of, flops_of
+from attnforge.export.precision.cost import cost_of
 from attnforge.export.precision.culprits import NOTHING_LEFT, culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
 from attnforge.export.precision.search import by_culprits, lower_again
@@ -29,24 +28,11 @@ from attnforge.precision import Precision, precision_named
 from attnforge.progress import Progress, Steps
 
 
-class MixedReference(Derived):
-    """The reference of a deployment with chosen precisions: eager at the 16-bit one, float64 with the fp32 weights.
-
-    Args:
-        whole: the model in fp32.
-        low: the 16-bit precision.
-    """
-
-    def __init__(self, whole: ReferenceModel, low: Precision) -> None:
-        super().__init__(whole, low)
-        self._low = whole.at(low)
-
-    @property
-    def reference(self) -> str:
-        return f"{self._whole.reference}, its weights in fp32 for float64 and in {self.precision.name} for eager"
-
-    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return self._low.eager(at_precision(inputs, self.precision))
+def _reference(whole: ReferenceModel, precision: Precision) -> ReferenceModel:
+    """The reference of a deployment with chosen precisions: eager at the 16-bit one, float64 with the fp32 weights."""
+    low = whole.at(precision)
+    text = f"{whole.reference}, its weights in fp32 for float64 and in {precision.name} for eager"
+    return Derived(whole, precision, text, lambda inputs: low.eager(at_precision(inputs, precision)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ def choose(
     Raises:
         BuildError: not even fp32 meets the requirement.
     """
-    references = [MixedReference(whole, precision_named(name)) for name in names]
+    references = [_reference(whole, precision_named(name)) for name in names]
     baseline, steps = references[0], Steps(progress)
     requirement = replace(requirement, baseline=baseline.precision)
     stored, cases = inputs_and_cases(baseline, data, run_cost(model))
@@ -137,7 +123,7 @@ def _searched(graph: MixedGraph, judge: Judge, sizes: Mapping[str, int]) -> tupl
     for less in lower_again(judge, high, _groups(graph, high - stays, sizes)):
         path.append((f"{', '.join(sorted(high - less)[:3])} in 16 bits again", less))
         high = less
-    flops = {name: flops_of(node, sizes) for name, node in graph.nodes.items()}
+    flops = {name: known_flops(node, sizes) for name, node in graph.nodes.items()}
     total = sum(flops.values())
     allowed = judge.requirement.allowed
     return high, Mixed(

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -38,52 +39,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
-from attnforge.export.graphs.qdq import is_lookup
+from attnforge.export.graphs.qdq import SCHEMES, Scheme, is_lookup, rounded_to
 from attnforge.runtime.parity.budget import relative_error
 
 FLOAT = ir.DataType.FLOAT
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """A type that products are quantised to.
-
-    Attributes:
-        name: name of the precision.
-        dtype: type of the weights, and of quantised inputs.
-        most: the largest number that a scale is made for.
-        blocks: lengths of blocks of channels that share a scale; empty if a scale is for all channels of an output.
-            With blocks, inputs are not quantised.
-    """
-
-    name: str
-    dtype: ir.DataType
-    most: int
-    blocks: tuple[int, ...] = ()
-
-    def fits(self, channels: int, block: int) -> bool:
-        """Whether a weight with this many channels has several blocks; TensorRT-RTX dequantises a single one ahead."""
-        return channels % block == 0 and channels > block
-
-    @property
-    def least(self) -> int:
-        """The lowest number; weights do not use -128, and inputs only if they are clipped."""
-        return -self.most - int(self.dtype.is_integer())
-
-    def rounded(self, numbers: Array) -> Array:
-        """Numbers, already divided by their scale, in the scheme's type; those beyond its range are clipped."""
-        whole = np.rint(numbers) if self.dtype.is_integer() else numbers
-        return np.clip(whole, self.least, self.most).astype(self.dtype.numpy())
-
-
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme("int8", ir.DataType.INT8, 127),
-        Scheme("fp8", ir.DataType.FLOAT8E4M3FN, 448),
-        Scheme("int4", ir.DataType.INT4, 7, blocks=(32, 128)),
-    )
-}
 INT8 = SCHEMES["int8"]
 
 LEAST_WEIGHTS = 4096
@@ -357,7 +318,8 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
         form = forms[product.name]
         key = (product.input, id(form))
         if key not in inputs:
-            inputs[key] = _Input.of(model.graph, product, form)
+            write = partial(_quantised_input, product=product, form=form)
+            inputs[key] = insert(model.graph, product.node, write, stem=f"{product.name}/input")
         if (weight := product.stored_as(form)) not in stored:
             stored[weight] = [
                 initializer(model.graph, f"{product.name}/{part}", array)
@@ -371,8 +333,7 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
     return PassResult(model, bool(chosen or low))
 
 
-@dataclass(frozen=True)
-class _Input:
+class _Input(NamedTuple):
     """An input after its Q/DQ.
 
     Attributes:
@@ -383,31 +344,22 @@ class _Input:
     value: ir.Value
     largest: ir.Value | None
 
-    @classmethod
-    def of(cls, graph: ir.Graph, product: Product, form: Quantisation) -> _Input:
-        """The Q/DQ of a product's input, written before the product."""
-        made: list[ir.Value | None] = [None]
 
-        def write(op: Builder) -> ir.Value:
-            x, scale = product.input, form.scale
-            if form.balance is not None:
-                x = like(op.Mul(x, constant(op, 1 / form.balance, FLOAT)), x)
-            if form.block is not None:
-                return x
-            if scale is None:
-                *outer, _ = dims_of(x)
-                top = typed(op.ReduceMax(like(op.Abs(x), x), constant(op, [-1]), keepdims=1), FLOAT, [*outer, 1])
-                least = constant(op, np.finfo(np.float32).tiny, FLOAT)
-                made[0] = like(op.Max(top, least), top)
-                x, scale = like(op.Div(x, made[0]), x), 1 / form.scheme.most
-            step, zero = constant(op, scale, FLOAT), constant(op, 0, form.scheme.dtype)
-            quantised = like(op.QuantizeLinear(x, step, zero), x, form.scheme.dtype)
-            result = like(op.DequantizeLinear(quantised, step, zero), x)
-            _place(op, product.node)
-            return result
-
-        value = insert(graph, product.node, write, stem=f"{product.name}/input")
-        return cls(value, made[0])
+def _quantised_input(op: Builder, product: Product, form: Quantisation) -> _Input:
+    """Write the Q/DQ of a product's input."""
+    x, scale, largest = product.input, form.scale, None
+    if form.balance is not None:
+        x = like(op.Mul(x, constant(op, 1 / form.balance, FLOAT)), x)
+    if form.block is not None:
+        return _Input(x, None)
+    if scale is None:
+        *outer, _ = dims_of(x)
+        top = typed(op.ReduceMax(like(op.Abs(x), x), constant(op, [-1]), keepdims=1), FLOAT, [*outer, 1])
+        largest = like(op.Max(top, constant(op, np.finfo(np.float32).tiny, FLOAT)), top)
+        x, scale = like(op.Div(x, largest), x), 1 / form.scheme.most
+    result = rounded_to(op, x, scale, form.scheme.dtype)
+    _place(op, product.node)
+    return _Input(result, largest)
 
 
 def _quantise(graph: ir.Graph, product: Product, form: Quantisation, quantised: _Input, stored: list[ir.Value]) -> None:

@@ -31,8 +31,8 @@ from attnforge.export.expected_caches import with_caches
 from attnforge.export.graphs.build import Builder, insert, like
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.graphs.nodes import input_of
-from attnforge.export.graphs.qdq import MOST_FP8, InInt8, in_int8
-from attnforge.export.lowering.attention import Attention, attention_of, attentions, in_fp8
+from attnforge.export.graphs.qdq import FP8, MOST_FP8, InInt8, rounded_to
+from attnforge.export.lowering.attention import Attention, attention_of, attentions
 from attnforge.export.lowering.openvino import may_round_scores
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM, is_normed
@@ -91,13 +91,11 @@ class RoundedOperands:
         return insert(graph, a.node, lambda op: self.write(op, a, i, self.scales[i]), stem=stem)
 
 
-def whole(write: Callable[[Builder, ir.Value, float], ir.Value]) -> Write:
-    """Writes Q/DQ of whole operands, with one scale each."""
+def whole(dtype: ir.DataType) -> Write:
+    """Writes Q/DQ of whole operands in a low-bit type, with one scale each."""
 
     def write_operand(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
-        value = a.node.inputs[i]
-        assert value is not None
-        return write(op, value, float(scale))
+        return rounded_to(op, input_of(a.node, i), float(scale), dtype)
 
     return write_operand
 
@@ -130,7 +128,7 @@ def sites_for_fp8(
     reasons = {site.name: why_not_in_fp8(a) or (None if is_real else WITHOUT_DATA) for site, a in nodes}
     fitting = [(site, a) for site, a in nodes if reasons[site.name] is None]
     kept = {name: why for name, why in reasons.items() if why is not None}
-    return _with_ranges(model, sites, fitting, in_fp8, _fp8_scales, data), kept
+    return _with_ranges(model, sites, fitting, FP8, _fp8_scales, data), kept
 
 
 def _fp8_scales(a: Attention, peaks: Sequence[float]) -> list[float]:
@@ -155,7 +153,7 @@ def sites_for_int8(
         for site, a in attentions(model, sites)
         if may_round_scores(a) and is_normed(a.query.value) and is_normed(a.key.value)
     ]
-    return _with_ranges(model, sites, fitting, in_int8, _int8_scales, data)
+    return _with_ranges(model, sites, fitting, INT8.dtype, _int8_scales, data)
 
 
 def _int8_scales(a: Attention, peaks: Sequence[float]) -> list[float]:
@@ -205,7 +203,7 @@ def _with_ranges(
     model: ir.Model,
     sites: Sequence[Site],
     fitting: Sequence[tuple[Site, Attention]],
-    write: Callable[[Builder, ir.Value, float], ir.Value],
+    dtype: ir.DataType,
     scales_of: Callable[[Attention, Sequence[float]], Sequence[float]],
     data: Sequence[Mapping[str, Array]],
 ) -> list[RoundedOperands]:
@@ -218,7 +216,7 @@ def _with_ranges(
     rounded = []
     for site, a in fitting:
         scales = scales_of(a, [float(peaks[str(operand.value.name)]) for operand in a.operands])
-        rounded.append(RoundedOperands(site.name, site, dict(enumerate(scales)), whole(write)))
+        rounded.append(RoundedOperands(site.name, site, dict(enumerate(scales)), whole(dtype)))
     return with_errors(model, sites, rounded, data)
 
 

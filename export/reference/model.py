@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import TensorSpec
 from attnforge.precision import Precision
+
+Eager = Callable[[Mapping[str, Array]], dict[str, Array]]
+"""Computes outputs from inputs, both by name."""
 
 
 class ReferenceModel(Protocol):
@@ -51,16 +54,22 @@ class ReferenceModel(Protocol):
 
 
 class Derived:
-    """A model whose eager is another model's, and whose float64 is its own.
+    """A model whose eager is computed by something else, and whose float64 is its own.
 
     Args:
         whole: the model.
-        precision: the other model's precision.
+        precision: the precision of eager.
+        reference: description of both, for the manifest.
+        eager: computes eager's outputs.
     """
 
-    def __init__(self, whole: ReferenceModel, precision: Precision) -> None:
-        self._whole, self.precision = whole, precision
+    def __init__(self, whole: ReferenceModel, precision: Precision, reference: str, eager: Eager) -> None:
+        self._whole, self._eager = whole, eager
+        self.precision, self.reference = precision, reference
         self.inputs: list[TensorSpec] = whole.inputs
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return self._eager(inputs)
 
     @property
     def example(self) -> dict[str, Array]:

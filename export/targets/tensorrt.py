@@ -5,11 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import onnx_ir as ir
 
-from attnforge import cache
 from attnforge.bundle import PORTABLE, PlainPlan, TargetRecord
 from attnforge.errors import BuildError, UnavailableError
 from attnforge.export.graphs.qdq import INT8, products_between
@@ -19,7 +17,7 @@ from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt import build as engine
 from attnforge.export.tensorrt.process import Request
 from attnforge.files import sha256
-from attnforge.machine import compute_capability, cuda_devices, device_name
+from attnforge.machine import compute_capability, cuda_devices
 from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime.cases import sizes_at
@@ -92,7 +90,7 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
     request = Request(
         onnx_file=job.folder / name, plan_file=file, flavour=flavour, inputs=job.inputs, precision=job.precision.name,
         compute_capabilities=job.compute_capabilities if flavour == "tensorrt_rtx" else (),
-        profiles=engine.profiles_of(job.inputs, job.profiles), timing_cache=_timings(job.out, flavour),
+        profiles=engine.profiles_of(job.inputs, job.profiles), timing_cache=engine.timings_of(job.out, flavour),
     )  # fmt: skip
     return _Begun(name, f"{stem}.plan", lowered, job.builders.start(request))
 
@@ -127,13 +125,6 @@ def _finish(job: Job, flavour: str, plain: _Begun | None, wanted: _Begun, steps:
         why_unfused=lambda form: plan.why_unfused(form.node),
         children=children,
     )
-
-
-def _timings(out: Path, flavour: str) -> Path | None:
-    """The file in which TensorRT stores its timings on this machine's first GPU, which it builds for."""
-    if flavour != "tensorrt":
-        return None
-    return cache.timing_cache_file(out, engine.load_tensorrt(flavour).__version__, device_name(0))
 
 
 def _built_for(job: Job, flavour: str) -> list[str]:

@@ -19,12 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from attnforge import cache
 from attnforge.atomic import temporary_folder
 from attnforge.bundle import Cost, Engine, Range, TensorSpec
 from attnforge.children import ChildError, call
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.graphs.qdq import Between, rounding_of
 from attnforge.export.tensorrt.process import Answer, Layer, Request
+from attnforge.machine import device_name
 from attnforge.runtime.cases import sizes_at
 from attnforge.runtime.plans import own_code
 
@@ -63,15 +65,6 @@ class Plan:
         nodes = {node for layer in self.layers for node in layer.onnx_nodes if _is_part(node, onnx_node)}
         fused = [layer for layer in self.layers if layer.is_fused_attention and nodes & {*layer.onnx_nodes}]
         return fused[0].name if nodes and nodes <= {node for layer in fused for node in layer.onnx_nodes} else None
-
-    def scores_of(self, onnx_node: str) -> int | None:
-        """The number of scores that the fused layers of `onnx_node` compute together; None if it is not fused, or if a
-        layer's tensors do not show it, as with dynamic dims."""
-        if self.kernel_of(onnx_node) is None:
-            return None
-        names = {*self.layers_of(onnx_node)}
-        counts = [layer.scores for layer in self.layers if layer.name in names and layer.is_fused_attention]
-        return None if None in counts else sum(count for count in counts if count is not None)
 
     def layers_of(self, onnx_node: str) -> list[str]:
         """Names of the layers that compute `onnx_node`."""
@@ -180,6 +173,19 @@ def load_tensorrt(flavour: str) -> Any:
     except ImportError as error:
         package = "tensorrt_rtx" if flavour == "tensorrt_rtx" else "'attnforge[tensorrt]'"
         raise UnavailableError(f"{flavour} cannot be used here ({error}); pip install {package}") from error
+
+
+def timings_of(folder: Path, flavour: str, device: int = 0) -> Path | None:
+    """The file in which TensorRT stores its timings on a device; None for TensorRT-RTX, which stores none.
+
+    Args:
+        folder: the bundle's folder.
+        flavour: `tensorrt` or `tensorrt_rtx`.
+        device: number of the CUDA device.
+    """
+    if flavour != "tensorrt":
+        return None
+    return cache.timing_cache_file(folder, load_tensorrt(flavour).__version__, device_name(device))
 
 
 def build(

@@ -16,8 +16,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from itertools import permutations
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,22 +65,6 @@ class Layer(Record):
     @property
     def is_fused_attention(self) -> bool:
         return "_mha_" in self.name
-
-    @property
-    def scores(self) -> int | None:
-        """The number of scores that a fused attention layer computes, from its tensors: from three inputs `(…, queries,
-        d_k)`, `(…, d_k, keys)` and `(…, keys, d_v)` it computes `(heads, queries, d_v)`. If the inputs can be assigned
-        in two ways, the larger number; None if a dim is dynamic, or the tensors do not match."""
-        if not self.is_fused_attention or len(self.outputs) != 1:
-            return None
-        *heads, queries, d_v = self.outputs[0]
-        keys = [
-            value[-2]
-            for query, key, value in permutations([x for x in self.inputs if len(x) > 2], 3)
-            if query[-2] == queries and query[-1] == key[-2] and key[-1] == value[-2] and value[-1] == d_v
-        ]
-        dims = [*heads, queries, max(keys, default=-1)]
-        return None if min(dims) < 0 else prod(dims)
 
 
 class Request(Record):

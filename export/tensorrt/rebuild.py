@@ -12,12 +12,11 @@ import hashlib
 import logging
 import os
 
-from attnforge import cache
 from attnforge.atomic import locked, write_whole
 from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Certificate, Engine, Trusted
 from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
-from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of
-from attnforge.machine import compute_capability, cuda_devices, device_name
+from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of, timings_of
+from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")
@@ -96,9 +95,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
     record = manifest.targets[flavour]
     portable = flavour == "tensorrt_rtx" and not hasattr(trt.ComputeCapability, capability)
     wanted = () if portable or flavour == "tensorrt" else (capability,)
-    timings = (
-        cache.timing_cache_file(bundle.path, trt.__version__, device_name(device)) if flavour == "tensorrt" else None
-    )
+    timings = timings_of(bundle.path, flavour, device)
     further = record.engines[0].profiles[1:] if record.engines else []
     with bundle.steady(whole=False):  # plans for other devices may be added meanwhile
         model = bundle.file(record.model)

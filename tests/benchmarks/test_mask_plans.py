@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from attnforge.export.tensorrt.process import Layer
 from benchmarks.experiments import mask_plans
-from benchmarks.experiments.mask_plans import MODELS, Attended, attended_in
+from benchmarks.experiments.mask_plans import MODELS, Attended, attended_in, scores_of_layer
 from benchmarks.published import Published
 
 pytest.importorskip("tensorrt_rtx")
@@ -61,3 +62,27 @@ def test_a_limit_is_of_the_needed_for_windows_and_of_all_for_causal_attention() 
     assert mask_plans.EXPERIMENT.wrong(figures) == ["m, band −3 … 0: scores: 131, at most 130"]
     figures["models"] = {"m": [replace(window, fused=1, scores=None).__dict__]}
     assert len(mask_plans.EXPERIMENT.wrong(figures)) == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "scores"),
+    [
+        ([[8, 5, 64], [8, 64, 70], [8, 70, 64]], 8 * 5 * 70),
+        ([[8, 70, 64], [8, 64, 70], [1, 1, 5, 70], [8, 5, 64]], 8 * 5 * 70),
+        ([[2, 70, 64], [2, 64, 70], [8, 5, 64]], 8 * 5 * 70),  # query heads share key heads
+        ([[8, 5, 64], [8, 64, -1], [8, -1, 64]], None),
+        ([[8, 5, 64], [8, 64, 70]], None),
+    ],
+)
+def test_scores_by_the_shapes_of_a_layer(inputs: list[list[int]], scores: int | None) -> None:
+    layer = Layer(name="_gemm_mha_v2", type="kgen", tactic="", onnx_nodes=[], inputs=inputs, outputs=[[8, 5, 64]])
+    assert scores_of_layer(layer) == scores
+    assert scores_of_layer(layer.model_copy(update={"name": "gemm"})) is None
+
+
+def test_scores_with_as_many_queries_as_features_are_the_most_that_fit() -> None:
+    layer = Layer(
+        name="_gemm_mha_v2", type="kgen", tactic="", onnx_nodes=[],
+        inputs=[[8, 64, 64], [8, 64, 575], [8, 575, 64]], outputs=[[8, 64, 64]],
+    )  # fmt: skip
+    assert scores_of_layer(layer) == 8 * 64 * 575

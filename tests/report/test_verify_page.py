@@ -266,7 +266,7 @@ def test_weights_of_blocks(
     kind: type[Window], width: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
-    monkeypatch.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (width,))
+    monkeypatch.setattr("attnforge.export.lowering.blocks.BLOCKS", (width,))
     module = kind(2)
     form = f"Attention, blocks of {width} × {keys}"
     bundle, (x,) = deployed_as(form, module, False, tmp_path / "bundle", "fp32", monkeypatch)

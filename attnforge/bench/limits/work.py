@@ -8,7 +8,8 @@ from math import ceil, prod
 import onnx_ir as ir
 
 from attnforge.bench.limits import Work
-from attnforge.export.flops import PRODUCTS, Uncountable, attention_scores, product_flops, shape_at
+from attnforge.export.flops import PRODUCTS, attention_scores, product_flops
+from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.masks.visibility import Unsized, visibility
 from attnforge.export.precision.assign import MOVERS
 
@@ -65,7 +66,7 @@ def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
     for node in graph:
         try:
             _count(work, model, node, floats, shares, sizes)
-        except Uncountable as reason:
+        except Unmeasurable as reason:
             work.uncounted.append(f"{node.name or node.op_type}: {reason}")
 
     def total(values: Iterable[ir.Value], bytes_of: Callable[[ir.Value], int]) -> int:
@@ -73,7 +74,7 @@ def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
         for value in values:
             try:
                 size += bytes_of(value)
-            except Uncountable as reason:
+            except Unmeasurable as reason:
                 work.uncounted.append(f"{value.name}: {reason}")
         return size
 
@@ -115,11 +116,11 @@ def _count(
         sizes: sizes of the symbolic dims.
 
     Raises:
-        Uncountable: the operations are unknown; nothing was added.
+        Unmeasurable: the operations are unknown; nothing was added.
     """
     op_type = node.op_type
     if (why := _why_opaque(model, node)) is not None:
-        raise Uncountable(why)
+        raise Unmeasurable(why)
     if op_type in FREE and node.attributes.get_string("reduction", "none") == "none":
         return
     if op_type in REDUCTIONS | ELEMENTWISE and not any(v in floats for v in (*node.inputs, *node.outputs)):
@@ -141,14 +142,14 @@ def _count(
     elif op_type in ELEMENTWISE:
         work.others += prod(shape_at(node.outputs[0], sizes))
     else:
-        raise Uncountable(f"no rule for {op_type}")
+        raise Unmeasurable(f"no rule for {op_type}")
 
 
 def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[str, int]) -> int:
     """Return the number of scores that an Attention node needs: those of pairs that are not proved to be hidden.
 
     Raises:
-        Uncountable: the node is not canonical, or a shape is unknown.
+        Unmeasurable: the node is not canonical, or a shape is unknown.
     """
     scores = attention_scores(node, sizes)
     if len(node.inputs) < 4 or node.inputs[3] is None:
@@ -175,13 +176,13 @@ def _why_opaque(model: ir.Model, node: ir.Node) -> str | None:
 def _add_product(work: Work, node: ir.Node, flops: int) -> None:
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
     if dtype not in PRECISIONS:
-        raise Uncountable(f"a product of {str(dtype).lower() if dtype is not None else 'an unknown type'}")
+        raise Unmeasurable(f"a product of {str(dtype).lower() if dtype is not None else 'an unknown type'}")
     work.products[PRECISIONS[dtype]] = work.products.get(PRECISIONS[dtype], 0) + flops
 
 
 def _bytes(value: ir.Value, dtype: ir.DataType | None, sizes: Mapping[str, int]) -> int:
     if dtype is None or dtype == ir.DataType.STRING:
-        raise Uncountable("elements of unknown size")
+        raise Unmeasurable("elements of unknown size")
     return ceil(prod(shape_at(value, sizes)) * dtype.bitwidth / 8)
 
 
@@ -189,7 +190,7 @@ def _read(weight: ir.Value, graph: ir.Graph, sizes: Mapping[str, int]) -> int:
     """Return the bytes of a weight that are read: all of it, or only the gathered rows if all its uses gather."""
     tensor = ir.convenience.get_const_tensor(weight)
     if tensor is None:
-        raise Uncountable("an initializer without a value")
+        raise Unmeasurable("an initializer without a value")
     partial_reads = [
         node for node, i in weight.uses() if i == 0 and node.op_type in READS_PART and node.graph is graph
     ]  # a subgraph may run any number of times

@@ -26,7 +26,7 @@ from attnforge.export.diagnosis.quantised import (
 from attnforge.export.diagnosis.stages import decomposed, sites_of
 from attnforge.export.diagnosis.trace import Trace, error_of, trace
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.graphs.qdq import products_between
+from attnforge.export.graphs.qdq import SCHEMES, products_between
 from attnforge.export.graphs.saving import load_graph
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -106,8 +106,8 @@ def test_a_wrong_scale_in_a_backends_graph_is_located(outliers: Bundle, tmp_path
 # --- why --------------------------------------------------------------------------------------------------------------
 
 
-def step(most: int = 127, scale: float = 1 / 127) -> Rounding:
-    return Rounding("t/DequantizeLinear", "t", scale, -most - (most == 127), most, "up", ("up/int8",), True)
+def step(scheme: str = "int8", scale: float = 1 / 127) -> Rounding:
+    return Rounding("t/DequantizeLinear", "t", scale, SCHEMES[scheme], "up", ("up/int8",), True)
 
 
 def test_clipped_numbers_are_counted() -> None:
@@ -130,7 +130,7 @@ def test_channels_that_take_the_range_are_few(count: int) -> None:
         return
     assert cause is not None and cause[0] == "outlier channel"
     assert cause[1].startswith(["channel 5 takes", "channels 5, 6 take"][count - 1])
-    assert why_costly(step(most=448, scale=1 / 448), source) is None  # floating-point steps are as fine there
+    assert why_costly(step("fp8", scale=1 / 448), source) is None  # floating-point steps are as fine there
 
 
 # --- saturation -------------------------------------------------------------------------------------------------------

@@ -22,12 +22,14 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.blocks import BLOCKS
 from attnforge.export.lowering.forms import write
-from attnforge.export.lowering.onnxruntime import BLOCKS, GROUP_QUERY, GROUP_QUERY_FIRST, candidates_for
+from attnforge.export.lowering.onnxruntime import GROUP_QUERY, GROUP_QUERY_FIRST, candidates_for
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.export.tensorrt.build import build
 from attnforge.precision import precision_named
+from benchmarks.experiments.mask_plans import scores_of
 from tests.support.idioms.together import session_of
 
 NAMES = ("query", "key", "value", "padding", "bias")
@@ -325,7 +327,7 @@ def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
         ]
         flops = sum(product_flops(node, sizes) for node in products)
         assert 0 < flops <= share * 4 * 8 * 64 * 4096**2
-        assert plan.scores_of(site.node) == (None if is_dynamic else flops / (4 * 64))
+        assert scores_of(plan, site.node) == (None if is_dynamic else flops / (4 * 64))
 
 
 class Chunks(nn.Module):
@@ -367,5 +369,5 @@ def test_tensorrt_rtx_fuses_chunks_and_what_first_tokens_see(tmp_path: Path, is_
     assert sum(layer.is_fused_attention for layer in plan.layers) == 1 + 4 + 2
     if not is_dynamic:
         for site, band in zip(lowered, bands, strict=True):
-            scores = plan.scores_of(site.node)
+            scores = scores_of(plan, site.node)
             assert band is not None and scores is not None and 0 < scores <= 1.3 * 8 * band.pairs(4096)

@@ -74,6 +74,13 @@ def computed(model: ir.Model, feeds: dict[str, Array]) -> Array:
     return result
 
 
+def visible(band: Band, tokens: int) -> Array:
+    """Return `(tokens, tokens)`, whether each pair of a query and a key is visible."""
+    query, key = np.arange(tokens)[:, None], np.arange(tokens)
+    seen: Array = band.between(query, key)
+    return seen | (key < band.first_keys) | (query < band.first_queries)
+
+
 def drawn(tokens: int) -> dict[str, Array]:
     random = np.random.default_rng(tokens)
     return {name: random.standard_normal((1, HEADS, tokens, SIZE), np.float32) for name in ("query", "key", "value")}
@@ -82,7 +89,7 @@ def drawn(tokens: int) -> dict[str, Array]:
 @settings(max_examples=60)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), st.integers(1, 9), st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask = band.visible(tokens, tokens)
+    mask = visible(band, tokens)
     assert band.pairs(tokens) == mask.sum()
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
@@ -94,10 +101,10 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
     proved = attention.band
     if proved is None:
         return
-    assert not (mask & ~proved.visible(tokens, tokens)).any()
-    assert not proved.is_all or np.array_equal(mask, proved.visible(tokens, tokens))
+    assert not (mask & ~visible(proved, tokens)).any()
+    assert not proved.is_all or np.array_equal(mask, visible(proved, tokens))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (nearly,))
+        patched.setattr("attnforge.export.lowering.blocks.BLOCKS", (nearly,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
     write(model.graph, attention, candidate)
     np.testing.assert_allclose(computed(model, feeds), truth(feeds, mask), rtol=1e-5, atol=1e-6)
@@ -106,7 +113,7 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
 @settings(max_examples=25)
 @given(st.one_of(bands(), st.builds(causal_prefix, st.integers(0, 60))), st.sampled_from([29, 48]))
 def test_tensorrts_graph_equals_float64(band: Band, tokens: int) -> None:
-    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
+    mask, feeds = visible(band, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in (("BLOCKS", (4,)), ("MANY_SCORES", 1), ("MANY_TOKENS", 1), ("MANY_IN_CHUNK", 8)):
@@ -128,12 +135,12 @@ def test_tensorrts_graph_equals_float64(band: Band, tokens: int) -> None:
 def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
     """Blocks hide it from more queries than a mask, which does not hide it at all: 0 · NaN is NaN."""
     tokens, width = 48, 8
-    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
+    mask, feeds = visible(band, tokens), drawn(tokens)
     model, sites = graph_of(mask, tokens)
     ((site, attention),) = attentions(model, sites)
     assert attention.band == band
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("attnforge.export.lowering.onnxruntime.BLOCKS", (width,))
+        patched.setattr("attnforge.export.lowering.blocks.BLOCKS", (width,))
         (candidate,) = (each for each in candidates_for(site.name, attention) if "blocks" in each.form)
     write(model.graph, attention, candidate)
     expected, key = truth(feeds, mask), 21

@@ -17,16 +17,18 @@ from torch import Tensor
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site, canonicalize
+from attnforge.export.lowering import blocks
 from attnforge.export.lowering import openvino as for_openvino
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.band import Band
+from attnforge.export.lowering.blocks import BLOCKS
 from attnforge.export.lowering.forms import write
-from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, STEPS, candidates_for, lower, rows
-from attnforge.export.lowering.tuning import Tuner, by_rules, plain_first
+from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, STEPS, candidates_for, lower
+from attnforge.export.lowering.tuning import Tuner, by_rules
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.registry import why_not_here
 from tests.export.lowering.test_blocks import BANDS, CAUSAL_PREFIXES, NAMES, NO_BANDS, exported, inputs, truth
-from tests.export.lowering.test_blocks_properties import bands, causal_prefix, drawn, graph_of
+from tests.export.lowering.test_blocks_properties import bands, causal_prefix, drawn, graph_of, visible
 from tests.export.lowering.test_blocks_properties import truth as truth_of_mask
 
 pytestmark = [
@@ -61,7 +63,7 @@ def form_of(band: Band, nearly: int) -> str:
 @functools.cache
 def in_form(nearly: int) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     """Bands in blocks of about this many queries, and causal attention in causal blocks; nothing else."""
-    model, count = exported().model.clone(), dict(zip(for_openvino.BLOCKS, (4, 8, 32), strict=True))[nearly]
+    model, count = exported().model.clone(), dict(zip(BLOCKS, (4, 8, 32), strict=True))[nearly]
     steps = f"MatMul·Softmax·MatMul, {count} blocks"
     for site, a in list(attentions(model, canonicalize(model).sites)):
         with pytest.MonkeyPatch.context() as patched:
@@ -77,7 +79,7 @@ def in_form(nearly: int) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     return compiled(model)
 
 
-@pytest.mark.parametrize("width", for_openvino.BLOCKS)
+@pytest.mark.parametrize("width", BLOCKS)
 def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
     """Four query heads on two key heads; windows wider than the text, fully masked rows, one token."""
     run = in_form(width)
@@ -116,7 +118,7 @@ def test_forms_are_measured_on_openvino() -> None:
     """In whatever else a mask hides than the keys outside a band, or later ones."""
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
     (windowed,) = lower(model, canonicalize(model).sites[:1], sizes, Tuner(sizes, 20.0, library=LIBRARY)).sites
-    forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in for_openvino.BLOCKS)}
+    forms = {CANONICAL_FORM, *(form_of(BANDS["before"], width) for width in BLOCKS)}
     assert set(windowed.measured) == forms
     causal = {CANONICAL_FORM, *(f"MatMul·Softmax·MatMul, {steps} blocks" for steps in STEPS[:2])}
     spent = Tuner(sizes, 60.0, library=LIBRARY)
@@ -124,8 +126,8 @@ def test_forms_are_measured_on_openvino() -> None:
     nodes = list(attentions(model, canonicalize(model).sites))
     for name in CAUSAL_PREFIXES:
         site, a = nodes[[*BANDS, *NO_BANDS].index(name)]
-        offered = rows(site.name, a, None, sizes)
-        choice = spent.choose(model, a, plain_first(offered), by_rules(offered))
+        offered = candidates_for(site.name, a, None, sizes)
+        choice = spent.choose(model, a, offered, by_rules(offered))
         assert set(choice.measured) == causal and not choice.dropped
 
 
@@ -138,7 +140,7 @@ def in_blocks(mask: Array, tokens: int, nearly: int) -> tuple[Site, Any, ir.Mode
     model, sites = graph_of(mask, tokens)
     ((site, a),) = attentions(model, sites)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(for_openvino, "BLOCKS", (nearly,))
+        patched.setattr(blocks, "BLOCKS", (nearly,))
         patched.setattr(for_openvino, "STEPS", (nearly,))
         _, *candidates = candidates_for(site.name, a)
     if not candidates:
@@ -154,9 +156,9 @@ FEW_OR_MANY = st.integers(1, 9) | st.sampled_from([16, 32])
 @settings(max_examples=30)
 @given(bands(), st.sampled_from([1, 2, 3, 7, 13, 16, 17, 31, 48]), FEW_OR_MANY, st.data())
 def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.DataObject) -> None:
-    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
+    mask, feeds = visible(band, tokens), drawn(tokens)
     if data.draw(st.booleans(), label="causal"):
-        mask = causal_prefix(data.draw(st.sampled_from([0, 1, 7, 30]))).visible(tokens, tokens)
+        mask = visible(causal_prefix(data.draw(st.sampled_from([0, 1, 7, 30]))), tokens)
     if data.draw(st.booleans(), label="a pair too few or too many"):
         q, k = (data.draw(st.integers(0, tokens - 1)) for _ in range(2))
         if q != k:
@@ -172,7 +174,7 @@ def test_blocks_equal_float64(band: Band, tokens: int, nearly: int, data: st.Dat
 )
 def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
     tokens, width, key = 48, 8, 21
-    mask, feeds = band.visible(tokens, tokens), drawn(tokens)
+    mask, feeds = visible(band, tokens), drawn(tokens)
     written = in_blocks(mask, tokens, width)
     assert written is not None
     expected = truth_of_mask(feeds, mask)

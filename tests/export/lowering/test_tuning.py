@@ -34,7 +34,6 @@ from attnforge.export.lowering.onnxruntime import (
     MULTI_HEAD,
     ONE_HEAD,
     candidates_for,
-    rows,
 )
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
@@ -358,8 +357,8 @@ def test_forms_that_hold_no_scores_are_measured_where_others_would_be_too_large(
 def test_rules_and_the_tuner_read_the_same_rows() -> None:
     for attends in SITES.values():
         ((site, attention),) = attentions(*attends.model())
-        offered = rows(site.name, attention, OPT, OPT)
-        assert offered[-1].pays and [row.candidate.form for row in (offered[-1], *offered[:-1])] == forms(attends)
+        offered = candidates_for(site.name, attention, OPT, OPT)
+        assert offered[0].pays and [candidate.form for candidate in offered] == forms(attends)
 
 
 def test_a_form_that_disagrees_is_dropped() -> None:

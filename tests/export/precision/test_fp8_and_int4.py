@@ -24,8 +24,9 @@ from attnforge.errors import BuildError, UsageError
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.qdq import SCHEMES
 from attnforge.export.lowering.integers import casts_for_fp8, products_of_nibbles
-from attnforge.export.precision.quantisation import SCHEMES, SHRUNK, Quantisation, quantise
+from attnforge.export.precision.quantisation import SHRUNK, Quantisation, quantise
 from attnforge.export.precision.rounding import round_operands, sites_for_fp8
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS

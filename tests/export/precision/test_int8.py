@@ -29,9 +29,11 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.build import Builder, constant, like, typed
 from attnforge.export.graphs.execute import as_it_is
-from attnforge.export.graphs.qdq import in_int8, products_between
+from attnforge.export.graphs.nodes import input_of
+from attnforge.export.graphs.qdq import products_between
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering import openvino as for_openvino
+from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.lowering.tuning import Tuner
@@ -39,7 +41,7 @@ from attnforge.export.precision import calibration, gate, int8_scores
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
 from attnforge.export.precision.int8_scores import why_over_budget
 from attnforge.export.precision.quantisation import Quantisation, error_of, products, quantise, tables
-from attnforge.export.precision.rounding import RoundedOperands, sites_for_int8, whole, with_errors
+from attnforge.export.precision.rounding import RoundedOperands, Scale, sites_for_int8, whole, with_errors
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
 from attnforge.model import MultiHeadAttention, build_model
@@ -518,7 +520,7 @@ def test_a_wrong_scale_of_queries_is_refused(by_tensor: Bundle, tmp_path: Path, 
 def test_clipped_queries_and_keys_would_miss_the_budget(by_tensor: Bundle, factor: float, passes: bool) -> None:
     model, manifest = load_graph(by_tensor, CANONICAL), by_tensor.manifest
     sites = sites_of(manifest.attention)
-    scores = [RoundedOperands(sites[0].name, sites[0], dict.fromkeys((0, 1), 0.03 * factor), whole(in_int8))]
+    scores = [RoundedOperands(sites[0].name, sites[0], dict.fromkeys((0, 1), 0.03 * factor), whole(ir.DataType.INT8))]
     why = why_over_budget(by_tensor.path, model, sites, scores, manifest.inputs, manifest.cases)
     assert (why is None) == passes
 
@@ -530,7 +532,7 @@ def test_an_error_that_no_sample_shows_would_miss_the_budget(tmp_path: Path, mon
     bundle = deployed(tmp_path / "b", data=real(), max_error=0.05)
     model, manifest, file = load_graph(bundle, CANONICAL), bundle.manifest, bundle.path / REFERENCE_OUTPUTS
     stored, (site, *_) = load_file(file), sites_of(manifest.attention)
-    scores = [RoundedOperands(site.name, site, {0: 0.03, 1: 0.03}, whole(in_int8))]
+    scores = [RoundedOperands(site.name, site, {0: 0.03, 1: 0.03}, whole(ir.DataType.INT8))]
     arguments = (bundle.path, model, [site], scores, manifest.inputs, manifest.cases)
     assert why_over_budget(*arguments) is None
     for name in ("normal-largest/output/eager/blocks", "normal-largest/output/float64/blocks"):
@@ -686,13 +688,12 @@ def test_nan_for_queries_and_keys_is_an_error() -> None:
     site, *_ = sites = canonicalize(model).sites
     assert site.node is not None
 
-    def nothing(op: Builder, value: ir.Value, scale: float) -> ir.Value:
+    def nothing(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
+        value = input_of(a.node, i)
         return like(op.Mul(value, constant(op, np.nan, FLOAT)), value)
 
     (x,) = real()[0]
-    (rounded,) = with_errors(
-        model, sites, [RoundedOperands("both", site, {0: 1.0}, whole(nothing))], [{"x": x.numpy()}]
-    )
+    (rounded,) = with_errors(model, sites, [RoundedOperands("both", site, {0: 1.0}, nothing)], [{"x": x.numpy()}])
     assert (rounded.name, rounded.error) == ("both", np.inf)
 
 

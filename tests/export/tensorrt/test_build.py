@@ -25,7 +25,7 @@ from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt, profiles_of
-from attnforge.export.tensorrt.process import Layer, Request
+from attnforge.export.tensorrt.process import Request
 from tests.support.bundles import small_example
 
 pytest.importorskip("tensorrt_rtx")
@@ -84,30 +84,6 @@ def test_a_plan_and_its_layers(tmp_path: Path) -> None:
     assert plan.kernel_of("the/Softmax") == plan.kernel_of("context") == fused.name
     assert plan.kernel_of("another/Softmax") is None
     assert fused.name in plan.layers_of("the/Softmax") and plan.layers_of("another/Softmax") == []
-
-
-@pytest.mark.parametrize(
-    ("inputs", "scores"),
-    [
-        ([[8, 5, 64], [8, 64, 70], [8, 70, 64]], 8 * 5 * 70),
-        ([[8, 70, 64], [8, 64, 70], [1, 1, 5, 70], [8, 5, 64]], 8 * 5 * 70),
-        ([[2, 70, 64], [2, 64, 70], [8, 5, 64]], 8 * 5 * 70),  # query heads share key heads
-        ([[8, 5, 64], [8, 64, -1], [8, -1, 64]], None),
-        ([[8, 5, 64], [8, 64, 70]], None),
-    ],
-)
-def test_scores_by_the_shapes_of_a_layer(inputs: list[list[int]], scores: int | None) -> None:
-    layer = Layer(name="_gemm_mha_v2", type="kgen", tactic="", onnx_nodes=[], inputs=inputs, outputs=[[8, 5, 64]])
-    assert layer.scores == scores
-    assert layer.model_copy(update={"name": "gemm"}).scores is None
-
-
-def test_scores_with_as_many_queries_as_features_are_the_most_that_fit() -> None:
-    layer = Layer(
-        name="_gemm_mha_v2", type="kgen", tactic="", onnx_nodes=[],
-        inputs=[[8, 64, 64], [8, 64, 575], [8, 575, 64]], outputs=[[8, 64, 64]],
-    )  # fmt: skip
-    assert layer.scores == 8 * 64 * 575
 
 
 def test_an_unfused_plan_names_the_layers_that_it_has_instead(tmp_path: Path) -> None:

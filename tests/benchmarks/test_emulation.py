@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.execute import at_own_precision
-from attnforge.export.precision.emulation import emulate
 from attnforge.export.tensorrt.build import Plan
 from attnforge.export.tensorrt.process import Layer
+from benchmarks.experiments.false_alarms import as_compiled
 from tests.support.linear_graph import inputs, linear
 
 
@@ -30,4 +30,4 @@ def test_a_product_is_rounded_before_its_bias_if_another_kernel_adds_it() -> Non
         (plan(["product"], ["bias"]), twice),
         (None, twice),
     ):
-        np.testing.assert_array_equal(emulate(model, [], compiled)(feeds)["y"], expected)
+        np.testing.assert_array_equal(as_compiled(model, [], compiled)(feeds)["y"], expected)
