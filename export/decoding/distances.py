@@ -33,12 +33,10 @@ from attnforge.export.lowering.attention import ByHead
 from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
-from attnforge.export.masks.reader import BOOL, HANDLERS, MOST_DEPTH, Reader
-from attnforge.export.masks.scores import Scores, Whole
+from attnforge.export.masks.reader import BOOL, HANDLERS, Interpreter, Reader
+from attnforge.export.masks.scores import PAIR, Scores, Whole
 from attnforge.export.masks.shape import fit
 from attnforge.export.masks.visibility import Visibility, scores_index
-
-PAIR = (Variable.QUERY, Variable.KEY)
 
 
 class NotByDistance(Exception):
@@ -129,23 +127,19 @@ def _at_own_key(line: Line) -> Line:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Lines:
+class _Lines(Interpreter[Cases]):
     """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
-    capacity of the cache. The functions of :data:`~attnforge.export.masks.reader.HANDLERS` take it like a reader."""
+    capacity of the cache."""
+
+    refusal = NotByDistance
 
     def __init__(self, n_q: Affine, n_k: Affine, symbol: str, capacity: int, heads: int) -> None:
-        self._reader = reader = Reader(n_q, n_k)
-        self.scores = reader.scores
+        super().__init__(Reader(n_q, n_k))
         self.arithmetic = _Arithmetic(self.scores, (*PAIR, Dim(symbol)))
-        self.truth, self.operands = reader.truth, reader.operands
-        self.position, self.elements = reader.position, reader.elements
         self.capacity, self.heads = capacity, heads
         count, head = self.scores.whole(Affine.atom(Dim(symbol))), self.scores.head
         self.scores.assume(count.le_set(self.scores.constant(capacity)))
         self.scores.assume(head.lt_set(self.scores.constant(heads)))
-        self._lines: dict[tuple[ir.Value, Index], Cases] = {}
-        self._depth = 0
-        self.number = self.read
 
     def bounds(self, line: Line) -> tuple[float, float]:
         """The bounds of a line over all heads and numbers of tokens."""
@@ -158,23 +152,12 @@ class _Lines:
     def is_hidden(self, line: Line) -> bool:
         return self.bounds(line)[1] <= NEGLIGIBLE
 
-    def read(self, value: ir.Value | None, index: Index) -> Cases:
-        """Read `value` at an index."""
-        assert value is not None
-        if (cases := self._lines.get((value, index))) is None:  # isl may normalise an index later, and its hash
-            if self._depth >= MOST_DEPTH:
-                raise NotByDistance(f"{value.name!r} is computed by a chain of too many operators")
-            self._depth += 1
-            self._lines[value, index] = cases = self._uncached(value, index)
-            self._depth -= 1
-        return cases
-
     def _uncached(self, value: ir.Value, index: Index) -> Cases:
         if value.shape is None or len(value.shape) != len(index):
             raise NotByDistance(f"the shape of {value.name!r} is not known")
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
             return [(self.scores.always, self._of_table(value, tensor.numpy(), index))]
-        if (known := self._of_number(self._reader.number(value, index))) is not None:
+        if (known := self._of_number(self.reader.number(value, index))) is not None:
             return known
         node = value.producer()
         if node is None:

@@ -8,6 +8,7 @@ Values that have a number for every pair already (an input, a constant) are cut 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import islpy as isl
 import onnx_ir as ir
@@ -18,8 +19,8 @@ from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like
 from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, is_op, maker_of, optional_input, rank_of
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
-from attnforge.export.masks.indices import MOVES, Index, pieces, start, variables_of
-from attnforge.export.masks.reader import BOOL, MOST_DEPTH, Reader
+from attnforge.export.masks.indices import MOVES, Index, variables_of
+from attnforge.export.masks.reader import BOOL, HANDLERS, Interpreter, Reader
 from attnforge.export.masks.scores import Whole
 from attnforge.export.masks.visibility import scores_index
 
@@ -107,8 +108,16 @@ def _is_in_memory(value: ir.Value | None) -> bool:
     return node is None or ir.convenience.get_const_tensor(node.outputs[0]) is not None
 
 
-class _Blocks:
+_HANDLERS: dict[str, Callable[[Any, ir.Node, Index], Any]] = {
+    name: HANDLERS[name] for name in (*MOVES, "Clip", "Concat", "Trilu")
+}
+"""Operators that are not repeated, or not on all operands."""
+
+
+class _Blocks(Interpreter[ir.Value]):
     """Writes values by blocks for a canonical node, whose operands give the numbers of queries and keys."""
+
+    refusal = NotByBlocks
 
     def __init__(self, op: Builder, node: ir.Node, cut: Cut) -> None:
         self.op, self._cut = op, cut
@@ -116,47 +125,39 @@ class _Blocks:
         axes = dict(zip(VARIABLES, ((query, 0), (query, 1), (query, 2), (key, 2)), strict=True))
         self.sizes = [(Affine.dim(dims_of(value)[axis]), value, axis) for value, axis in axes.values()]
         self.whole = {variable: dims_of(value)[axis] for variable, (value, axis) in axes.items()}
-        self.reader = Reader(*(Affine.dim(self.whole[variable]) for variable in (Variable.QUERY, Variable.KEY)))
-        self.scores = self.reader.scores
-        self._written: dict[tuple[ir.Value, Index], ir.Value] = {}
-        self._depth = 0
+        super().__init__(Reader(*(Affine.dim(self.whole[variable]) for variable in (Variable.QUERY, Variable.KEY))))
+        self.arithmetic = self
 
     def mask(self, node: ir.Node) -> ir.Value | None:
         """The mask of the node, cut to blocks; None if it has none."""
         if (mask := optional_input(node, 3)) is None:
             return None
         try:
-            return self.at(mask, scores_index(self.scores, mask, input_of(node, 0), input_of(node, 1)))
+            return self.read(mask, scores_index(self.scores, mask, input_of(node, 0), input_of(node, 1)))
         except isl.Error:
             raise NotByBlocks(f"the graph of {mask.name!r} is too large") from None
 
     def variables(self, index: Index) -> frozenset[Variable]:
         return variables_of(self.scores, index)
 
-    def at(self, value: ir.Value | None, index: Index) -> ir.Value:
+    def _uncached(self, value: ir.Value, index: Index) -> ir.Value:
         """A value at an index, cut to blocks."""
-        assert value is not None
-        if (written := self._written.get((value, index))) is None:  # isl may normalise an index later, and its hash
-            if self._depth >= MOST_DEPTH:
-                raise NotByBlocks(f"{value.name!r} is computed by a chain of too many operators")
-            self._depth += 1
-            self._written[value, index] = written = self._new(value, index)
-            self._depth -= 1
-        return written
-
-    def _new(self, value: ir.Value, index: Index) -> ir.Value:
         if rank_of(value) != len(index) or value.dtype is None:
             raise NotByBlocks(f"the shape of {value.name!r} is not known")
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
         is_small = not self.variables(index) >= PAIR
-        if is_small or node is None or ir.convenience.get_const_tensor(value) is not None:
+        is_part = is_op(node, "Gather", "GatherND") and _is_in_memory(node.inputs[0])
+        if node is None or is_small or is_part or _is_in_memory(value):
             return self.cut(self._on_four_dims(value, index))
-        handlers = {"Clip": self._clipped, "Concat": self._joined, "Trilu": self._triangle}
-        handlers |= dict.fromkeys(MOVES, self._moved)
-        if node.domain == "" and (node.op_type in handlers or node.op_type in ELEMENTWISE):
-            return handlers.get(node.op_type, self._again)(node, index)
+        if node.domain == "" and node.op_type in _HANDLERS:
+            result: ir.Value | None = _HANDLERS[node.op_type](self, node, index)
+            if result is None:
+                raise NotByBlocks(f"where {node.op_type} reads the numbers of {value.name!r} is not known")
+            return result
+        if node.domain == "" and node.op_type in ELEMENTWISE:
+            return self._again(node, index)
         raise NotByBlocks(f"{value.name!r} is computed for all pairs by {node.op_type}")
 
     def cut(self, value: ir.Value) -> ir.Value:
@@ -174,54 +175,20 @@ class _Blocks:
 
     def _again(self, node: ir.Node, index: Index) -> ir.Value:
         """Repeat an operator on cut operands."""
-        operands = [self.at(*operand) for operand in self.reader.operands(node, index)]
+        operands = [self.read(*operand) for operand in self.operands(node, index)]
         steps = {MASK_STEP: node.metadata_props[MASK_STEP]} if MASK_STEP in node.metadata_props else {}
         result = self.op.op(node.op_type, operands, dict(node.attributes), metadata_props=steps)
         return self._like(result, node.outputs[0].dtype, *operands)
 
-    def _clipped(self, node: ir.Node, index: Index) -> ir.Value:
-        result, *ends = node.inputs
-        result = self.at(result, index)
-        for op_type, end in zip(("Max", "Min"), ends, strict=False):
-            if end is not None:
-                operands = result, self.at(end, ())
-                result = self._like(self.op.op(op_type, operands), node.outputs[0].dtype, *operands)
-        return result
+    def compute(self, op_type: str, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Compute an elementwise operator of two cut operands."""
+        return self._like(self.op.op(op_type, [a, b]), a.dtype, a, b)
 
-    def _moved(self, node: ir.Node, index: Index) -> ir.Value:
-        source = node.inputs[0]
-        before = MOVES[node.op_type](self.reader, node, index)
-        if before is None:
-            raise NotByBlocks(f"how {node.op_type} moves {node.outputs[0].name!r} is not known")
-        picks = node.op_type in ("Slice", "Gather", "GatherND")
-        if picks and _is_in_memory(source):
-            return self.cut(self._on_four_dims(node.outputs[0], index))  # a part of a value that is in memory
-        return self.at(source, before)
-
-    def _triangle(self, node: ir.Node, index: Index) -> ir.Value:
-        k = optional_input(node, 1)
-        offset = self.scores.constant(0) if k is None else self.reader.position(k, start(self.scores, rank_of(k)))
-        if offset is None:
-            raise NotByBlocks(f"the triangle of {node.outputs[0].name!r} is not known")
-        above = index[-1].sub(index[-2]).sub(offset)
-        kept = self._not_negative(above if node.attributes.get_int("upper", 1) else above.neg())
-        return self._either(kept, self.at(node.inputs[0], index), None)
-
-    def _joined(self, node: ir.Node, index: Index) -> ir.Value:
-        result: ir.Value | None = None
-        scores = self.scores
-        for part, inner, position, size in pieces(scores, node, index):
-            mine = self.at(part, inner)
-            if result is not None and not scores.is_always(position.lt_set(size)):
-                mine = self._either(self._not_negative(size.sub(position).add(scores.constant(-1))), mine, result)
-            result = mine
-        if result is None:
-            raise NotByBlocks(f"where the parts of {node.outputs[0].name!r} begin is not known")
-        return result
-
-    def _either(self, condition: ir.Value, yes: ir.Value, no: ir.Value | None) -> ir.Value:
-        """`yes` where a condition is True, else `no`, which is False or 0 by default."""
-        op, dtype = self.op, yes.dtype
+    def either(self, x: Whole, yes: ir.Value, no: ir.Value | None) -> ir.Value:
+        """`yes` where `x` is at least 0, else `no`, which is False or 0 by default."""
+        if no is not None and self.scores.is_always(x.ge_set(self.scores.constant(0))):
+            return yes
+        op, dtype, condition = self.op, yes.dtype, self._not_negative(x)
         assert dtype is not None
         if dtype != BOOL:
             no = self.cut(constant(op, [[[[0]]]], dtype)) if no is None else no
@@ -355,13 +322,13 @@ class _ByKey(_Blocks):
         super().__init__(op, node, _as_it_is)
         self._asked = self.scores.query.ge_set(self.scores.key) if is_triangle else self.scores.always
 
-    def _new(self, value: ir.Value, index: Index) -> ir.Value:
+    def _uncached(self, value: ir.Value, index: Index) -> ir.Value:
         if value.dtype == BOOL and rank_of(value) == len(index) and Variable.QUERY in self.variables(index):
             truth = self.reader.truth(value, index)
             for answer, opposite in ((True, self.scores.opposite(truth)), (False, truth)):
                 if self.scores.is_never(self._asked.intersect(opposite)):
                     return constant(self.op, [[[[answer]]]], BOOL)
-        return super()._new(value, index)
+        return super()._uncached(value, index)
 
     def _on_four_dims(self, value: ir.Value, index: Index) -> ir.Value:
         if Variable.QUERY in self.variables(index):

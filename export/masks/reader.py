@@ -7,8 +7,10 @@ it may be any number, and True or False anywhere.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial, reduce
+from typing import Generic, TypeVar
 
 import islpy as isl
 import onnx_ir as ir
@@ -129,6 +131,48 @@ class Reader:
         scalar_ = Scalar(value, tuple(number for number in numbers if number is not None))
         self._scalars.append((value, index, self.scores.whole(Affine.atom(scalar_))))
         return Number(self._scalars[-1][2])
+
+    def either(self, x: Whole, yes: Known, no: Known | None) -> Known | None:
+        """`yes` where `x` is at least 0, else `no`, which is False or 0 by default."""
+        if no is None:
+            no = self.scores.never if isinstance(yes, isl.Set) else self.arithmetic.constant(0)
+        return _either(self, x.ge_set(self.scores.constant(0)), yes, no)
+
+
+Result = TypeVar("Result")
+
+
+class Interpreter(ABC, Generic[Result]):
+    """Reads values as something other than a :class:`Reader` does, at the same indices and under the same conditions.
+    The functions of :data:`HANDLERS` take it like a reader.
+
+    Attributes:
+        refusal: the error that is raised for what cannot be read.
+    """
+
+    refusal: type[Exception]
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader, self.scores = reader, reader.scores
+        self.truth, self.operands = reader.truth, reader.operands
+        self.position, self.elements = reader.position, reader.elements
+        self.number = self.read
+        self._results: dict[tuple[ir.Value, Index], Result] = {}
+        self._depth = 0
+
+    def read(self, value: ir.Value | None, index: Index) -> Result:
+        """Read `value` at an index."""
+        assert value is not None
+        if (result := self._results.get((value, index))) is None:  # isl may normalise an index later, and its hash
+            if self._depth >= MOST_DEPTH:
+                raise self.refusal(f"{value.name!r} is computed by a chain of too many operators")
+            self._depth += 1
+            self._results[value, index] = result = self._uncached(value, index)
+            self._depth -= 1
+        return result
+
+    @abstractmethod
+    def _uncached(self, value: ir.Value, index: Index) -> Result: ...
 
 
 Handler = Callable[[Reader, ir.Node, Index], Known | None]
@@ -293,10 +337,9 @@ def _trilu(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     offset = scores.constant(0) if k is None else reader.position(k, start(scores, rank_of(k)))
     if offset is None:
         return None
-    row, column = index[-2].add(offset), index[-1]  # the upper part has the columns from row + offset on
-    kept = column.ge_set(row) if node.attributes.get_int("upper", 1) else column.le_set(row)
-    no = scores.never if node.outputs[0].dtype == BOOL else reader.arithmetic.constant(0)
-    return _either(reader, kept, reader.read(node.inputs[0], index), no)
+    above = index[-1].sub(index[-2]).sub(offset)  # the upper part has the columns from row + offset on
+    kept = above if node.attributes.get_int("upper", 1) else above.neg()
+    return reader.either(kept, reader.read(node.inputs[0], index), None)
 
 
 def _eye(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -309,7 +352,8 @@ def _concat(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     result: Known | None = None
     for part, inner, position, size in pieces(reader.scores, node, index):
         known = reader.read(part, inner)
-        result = known if result is None else _either(reader, position.lt_set(size), known, result)
+        before_end = size.sub(position).sub(reader.scores.constant(1))
+        result = known if result is None else reader.either(before_end, known, result)
     return result
 
 
