@@ -4,7 +4,7 @@
   Here Concat replaces TensorScatter. Attention is the standard operator, or what transformers' code exports to: keys
   and values repeated for the heads that share them, two products and a softmax.
 - onnxruntime-genai's models have `com.microsoft::GroupQueryAttention` with `do_rotary`: the operator rotates queries
-  and keys, and updates the caches in place.
+  and keys, and updates the caches in place. attnforge's decoder runs such a graph.
 
 Everything else is the graph from which attnforge's lowering starts, so a peer differs only in its caches.
 """
@@ -23,7 +23,7 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.bench.contenders.decoding.stepper import Counting, Stepper
+from attnforge.bench.contenders.decoding.stepper import Counting, OfDecoder, Stepper
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bundle import CANONICAL, NEXT
 from attnforge.errors import UnavailableError
@@ -34,7 +34,8 @@ from attnforge.export.graphs.saving import SHELVED, load_graph, save
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.forms import write
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY_CACHE, candidates_for
-from attnforge.runtime.backends.onnxruntime import bind_host_input, host_value, session_options
+from attnforge.runtime.backends.onnxruntime import OnnxRuntime, bind_host_input, host_value, session_options
+from attnforge.runtime.backends.whole_sequences import WholeSequences
 
 PAST_TOKENS, TOTAL_TOKENS = "past_tokens", "past_tokens + tokens"
 """Symbols of the dims of growing caches."""
@@ -53,7 +54,9 @@ def concat_products(job: PeerJob, stack: ExitStack) -> Stepper:
 def genai_operator(job: PeerJob, stack: ExitStack) -> Stepper:
     """GroupQueryAttention that rotates queries and keys, and updates the caches in place."""
     sites = sites_of(job.bundle.manifest.attention)
-    return InPlace(job, _file(job, "genai-operator", lambda model: with_rotary_operator(model, sites)))
+    file, manifest = _file(job, "genai-operator", lambda model: with_rotary_operator(model, sites)), job.bundle.manifest
+    backend = OnnxRuntime(file.stem, file, manifest.graph_inputs, manifest.graph_outputs, job.threads)
+    return OfDecoder(WholeSequences(backend, manifest).decoder(job.batch), job.output)
 
 
 def _file(job: PeerJob, name: str, *changes: Callable[[ir.Model], None]) -> Path:
@@ -192,11 +195,11 @@ def with_rotary_operator(model: ir.Model, sites: list[Site]) -> None:
         raise UnavailableError("its queries or keys are not rotated right before attention, as the operator does")
 
 
-# --- runners ----------------------------------------------------------------------------------------------------------
+# --- the runner -------------------------------------------------------------------------------------------------------
 
 
-class _InOnnxRuntime(Counting):
-    """A session of a step, and the number of tokens of every sample."""
+class Growing(Counting):
+    """Caches that are passed in and out as ONNX Runtime values, longer each time, without copies between steps."""
 
     def __init__(self, job: PeerJob, file: Path) -> None:
         super().__init__()
@@ -205,28 +208,16 @@ class _InOnnxRuntime(Counting):
         )
         self._decoding, self._output, self._batch = job.decoding, job.output, job.batch
         self._caches: dict[str, Any] = {}
-
-    def _bound(self, tokens: Array) -> Any:
-        """Return a binding of the next tokens and of the number of earlier tokens; logits are those of the last."""
-        binding = self._session.io_binding()
-        bind_host_input(binding, self._decoding.tokens, np.ascontiguousarray(tokens))
-        bind_host_input(binding, self._decoding.past, np.full(len(tokens), self._past, np.int64))
-        if self._decoding.kept is not None:
-            bind_host_input(binding, self._decoding.kept, np.array([tokens.shape[1] - 1], np.int64))
-        binding.bind_output(self._output, "cpu")
-        return binding
-
-
-class Growing(_InOnnxRuntime):
-    """Caches that are passed in and out as ONNX Runtime values, longer each time, without copies between steps."""
-
-    def __init__(self, job: PeerJob, file: Path) -> None:
-        super().__init__(job, file)
         self.reset()
         self._kept = self._caches
 
     def extend(self, tokens: Array) -> Array:
-        binding = self._bound(tokens)
+        binding = self._session.io_binding()
+        bind_host_input(binding, self._decoding.tokens, np.ascontiguousarray(tokens))
+        bind_host_input(binding, self._decoding.past, np.full(len(tokens), self._past, np.int64))
+        if self._decoding.kept is not None:  # the logits of the last token alone
+            bind_host_input(binding, self._decoding.kept, np.array([tokens.shape[1] - 1], np.int64))
+        binding.bind_output(self._output, "cpu")
         for name, value in self._caches.items():
             binding.bind_ortvalue_input(name, value)
             binding.bind_output(f"{name}{NEXT}", "cpu")
@@ -251,31 +242,3 @@ class Growing(_InOnnxRuntime):
         for spec in self._decoding.tensors:
             heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
             self._caches[spec.name] = host_value(np.zeros((self._batch, heads, 0, size), np.dtype(spec.dtype)))
-
-
-class InPlace(_InOnnxRuntime):
-    """Caches of a fixed size; input and output of each share a buffer."""
-
-    def __init__(self, job: PeerJob, file: Path) -> None:
-        super().__init__(job, file)
-        for spec in self._decoding.tensors:
-            dims = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
-            self._caches[spec.name] = np.zeros((self._batch, *dims), np.dtype(spec.dtype))
-
-    def extend(self, tokens: Array) -> Array:
-        if tokens.shape[1] == 1:
-            logits = self._run(tokens, slice(None))
-        else:  # with tokens in the cache, the operator takes several tokens of only one sample at a time
-            logits = np.concatenate([self._run(tokens[i : i + 1], slice(i, i + 1)) for i in range(self._batch)])
-        self._past += tokens.shape[1]
-        return logits
-
-    def _run(self, tokens: Array, samples: slice) -> Array:
-        binding = self._bound(tokens)
-        for name, cache in self._caches.items():
-            part = cache[samples]
-            bind_host_input(binding, name, part)
-            binding.bind_ortvalue_output(f"{name}{NEXT}", host_value(part))
-        self._session.run_with_iobinding(binding)
-        logits: Array = binding.get_outputs()[0].numpy()[:, -1]
-        return logits
