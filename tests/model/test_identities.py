@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attnforge.model import attention, identities
+from attnforge.model import attention
+from tests.support import identities
 from tests.support.tensors import agree, randn
 
 # S9

@@ -30,7 +30,7 @@ from attnforge.model import (
     merge_patches,
     split_patches,
 )
-from attnforge.model.identities import multi_head_by_slicing, selection_matrices
+from tests.support.identities import multi_head_by_slicing, selection_matrices
 
 
 def decoder(**sizes: Any) -> Decoder:
