@@ -129,7 +129,7 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     Raises:
         CaptureError: the module does not run in that dtype, or does not return tensors.
     """
-    tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
+    tensors: list[Tensor] = [to_torch(array).clone() for array in inputs.values()]  # a module may write to its inputs
     with torch.no_grad(), as_written():
         return outputs_of(module, [_to(tensor, dtype) for tensor in tensors], dtype)
 

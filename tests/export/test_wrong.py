@@ -154,6 +154,17 @@ def test_a_module_that_writes_to_its_input_is_the_same_each_time() -> None:
     assert np.array_equal(captured.example["x"], X.numpy())
 
 
+def test_a_module_that_writes_to_its_input_is_deployed(tmp_path: Path) -> None:
+    bundle = deployed(lambda x: x.mul_(2).softmax(-1), tmp_path / "b")
+    with attnforge.load(bundle, "onnxruntime-cpu") as session:
+        assert np.allclose(session(X.numpy()), (X * 2).softmax(-1).numpy(), atol=1e-6)
+    module = Function(lambda x: x.mul_(2)).eval()
+    given = X.numpy().copy()
+    with attnforge.load(bundle, "eager", module=module) as session:
+        session(given)
+    assert np.array_equal(given, X.numpy())
+
+
 # --- nothing proved ---------------------------------------------------------------------------------------------------
 
 
