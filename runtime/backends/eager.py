@@ -37,7 +37,8 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     """A copy of `module` in eval mode with its floating-point weights in the precision's dtype, which takes
-    keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's.
+    keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's;
+    complex ones keep their dtype.
 
     Raises:
         CaptureError: the module cannot be copied.
@@ -46,7 +47,8 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
     _take_by_position(copied)
-    return copied.eval().requires_grad_(False).to(dtype)
+    copied._apply(lambda tensor: _to(tensor, dtype))  # `.to(dtype)` would make complex buffers real
+    return copied.eval().requires_grad_(False)
 
 
 def _take_by_position(module: nn.Module) -> None:
