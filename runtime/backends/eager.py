@@ -47,7 +47,8 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
     _take_by_position(copied)
-    copied._apply(lambda tensor: _to(tensor, dtype))  # `.to(dtype)` would make complex buffers real
+    for part in copied.modules():  # `.to(dtype)` would make complex buffers real
+        part._buffers.update({name: b if b is None else _to(b, dtype) for name, b in part._buffers.items()})
     return copied.eval().requires_grad_(False)
 
 
