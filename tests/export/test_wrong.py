@@ -4,6 +4,7 @@ exporter's faults, small numbers that it drops, dropout that is left on, and an 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,8 @@ def _seeded(x: Tensor) -> Tensor:
         Function(lambda x: x + torch.randn(16)),
         Function(lambda x: torch.bernoulli(x.sigmoid())),
         Function(_seeded),
+        Function(lambda x: x if random.random() < 0.01 else 2 * x),
+        Function(lambda x: x if np.random.rand() < 0.01 else 2 * x),
         SetsItselfToTraining(),
     ],
 )
@@ -147,6 +150,33 @@ class Counts(nn.Module):
 def test_a_module_with_state_is_refused() -> None:
     with pytest.raises(CaptureError, match="keeps state between calls"):
         capture(Counts().eval(), (X,), None, FP32)
+
+
+class Warm(nn.Module):
+    """Computes something else after some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.softmax(-1) * (1 if self.calls < 12 else 1.05)
+
+
+def test_a_module_that_changes_later_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="returns a different output after other inputs than before them"):
+        attnforge.deploy(Warm().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+
+
+def test_generators_of_random_numbers_are_left_as_they_are() -> None:
+    before, numbers = random.getstate(), np.random.get_state()
+    try:
+        np.random.seed(3)
+        capture(Function(torch.tanh).eval(), (X,), None, FP32)
+        assert random.getstate() == before and np.random.rand() == np.random.RandomState(3).rand()
+    finally:
+        np.random.set_state(numbers)
 
 
 def test_a_module_that_writes_to_its_input_is_the_same_each_time() -> None:
