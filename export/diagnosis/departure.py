@@ -170,7 +170,7 @@ def _wrong_at(value: ir.Value, way: list[fx.Node], lost: list[fx.Node], evidence
         stage="plain",
         evidence=f"{evidence}, without {_text(lost)}" if lost else evidence,
         tensor=value.name,
-        operator=next(str(n.target) for n in reversed(lost or way) if n.target is not operator.getitem),
+        operator=str(_operator(lost[-1] if lost else way[-1]).target),
         module=None if node is None else module_of(node),
         line=None if node is None else line_of(node),
     )
@@ -201,6 +201,13 @@ def _way(node: fx.Node, agreed: Collection[str], tensors: Collection[str]) -> li
             way[current] = None
             todo += current.all_input_nodes
     return list(way)[::-1]
+
+
+def _operator(node: fx.Node) -> fx.Node:
+    """The node itself, or the operator of which it is one of several results."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _text(nodes: list[fx.Node]) -> str:

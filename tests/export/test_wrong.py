@@ -307,6 +307,26 @@ def test_the_choice_of_a_backend_skips_wrong_ones(tmp_path: Path, monkeypatch: p
     assert preferred.index("onnxruntime-cpu") < preferred.index("onnxruntime-cuda")
 
 
+class Statistics(nn.Module):
+    """A batch norm that uses the statistics of its input in eval mode too, which the exporter ignores."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=True)
+
+
+def test_a_wrong_operator_of_several_results_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WrongError, match=r"_native_batch_norm_legit.*the graph BatchNormalization"):
+        attnforge.deploy(Statistics().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+
+
 @pytest.mark.parametrize("seed", range(len(FAULTS)))
 def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> None:
     """A draw of `python -m benchmarks run export-faults`, which tries 200."""
