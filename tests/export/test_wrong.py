@@ -354,3 +354,32 @@ def test_frozen_sizes_show_at_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_module, "optimise", frozen)
     wrong = departure(capture(module, (X,), sizes, FP32))
     assert wrong is not None and wrong.operator in ("aten.mul.Tensor", "aten.scalar_tensor.default")
+
+
+@pytest.mark.parametrize(
+    ("function", "assumed"),
+    [
+        (lambda x: 2 * x if 17 <= x.shape[1] < 19 else x.softmax(-1), "assumes tokens <= 16: with tokens 17"),
+        (lambda x: 2 * x if x.shape[1] == 23 else x.softmax(-1), r"assumes Ne\(tokens, 23\): with tokens 23"),
+        (lambda x: 2 * x if x.shape[1] % 33 == 0 else x.softmax(-1), r"assumes Ne\(Mod\(tokens, 33\), 0\)"),
+    ],
+)
+def test_a_branch_on_a_size_that_no_case_has_is_refused(
+    function: Callable[[Tensor], Tensor], assumed: str, tmp_path: Path
+) -> None:
+    """torch's exporter keeps the example's branch, and leaves out the check that sizes take it."""
+    with pytest.raises(WrongError, match=f"branches on sizes, and torch.export {assumed}"):
+        sizes = {"x": {1: Dim("tokens", min=2, max=40)}}
+        attnforge.deploy(Function(function).eval(), (X,), tmp_path / "b", sizes, targets=["onnxruntime"], tune=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "dim"),
+    [
+        (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), Dim("tokens", min=1, max=40)),
+        (lambda x: x.unflatten(1, (-1, 2)).softmax(-1), 2 * Dim("pairs", min=1, max=20)),
+        (lambda x: x[:, : min(x.shape[1], 20)].softmax(-1), Dim("tokens", min=1, max=40)),
+    ],
+)
+def test_sizes_of_which_much_is_assumed_and_nothing_is_wrong(function: Callable[[Tensor], Tensor], dim: Any) -> None:
+    assert departure(capture(Function(function).eval(), (X,), {"x": {1: dim}}, FP32)) is None
