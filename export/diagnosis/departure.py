@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, Wrong
 from attnforge.errors import BuildError, CaptureError, raised_as
+from attnforge.export.diagnosis.assumptions import assumptions
 from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import error_of
@@ -52,23 +53,34 @@ def departure(source: Captured) -> Wrong | None:
         source: not modified.
     """
     for case in (_small(source), cases(source.inputs)[0]):
-        if not _has_room(source.model, case):
-            continue
-        inputs = make_inputs(case, source.inputs, source.example)
-        try:
-            eager, exact = source.eager(inputs), Float64(source.module)(inputs)  # whose widened weights are not kept
-        except CaptureError:  # integers that small sizes do not support; then the example is used
-            continue
-        truth = {name: to_numpy(name, value) for name, value in exact.items()}
-        given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
-        try:
-            with raised_as(BuildError, f"the exported graph does not run with {given}", passing=(OSError,)):
-                got = _graph(source.model, inputs)
-        except BuildError as error:  # such as a frozen size
-            return Wrong(cause="export", stage="plain", evidence=str(error))
-        missed = _missed(source, case, got, eager, truth)
-        return None if missed is None else _located(source, inputs, missed)
+        if (wrong := _departure_at(source, case)) is not None:
+            return wrong
+    for text, sizes in assumptions(source):
+        if (wrong := _departure_at(source, at(source.inputs, sizes))) is not None:
+            given = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            evidence = f"the module's code branches on sizes, and torch.export assumes {text}: with {given}, "
+            return Wrong(cause="export", stage="torch.export", evidence=f"{evidence}{wrong.evidence}")
     return None
+
+
+def _departure_at(source: Captured, case: Case) -> Wrong | None:
+    """The first difference on one case; None also if the module does not take its sizes, or memory is short."""
+    if not _has_room(source.model, case):
+        return None
+    inputs = make_inputs(case, source.inputs, source.example)
+    try:
+        eager, exact = source.eager(inputs), Float64(source.module)(inputs)  # whose widened weights are not kept
+    except CaptureError:  # integers that small sizes do not support; then the example is used
+        return None
+    truth = {name: to_numpy(name, value) for name, value in exact.items()}
+    given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+    try:
+        with raised_as(BuildError, f"the exported graph does not run with {given}", passing=(OSError,)):
+            got = _graph(source.model, inputs)
+    except BuildError as error:  # such as a frozen size
+        return Wrong(cause="export", stage="plain", evidence=str(error))
+    missed = _missed(source, case, got, eager, truth)
+    return None if missed is None else _located(source, inputs, missed)
 
 
 def _small(source: Captured) -> Case:
@@ -171,7 +183,7 @@ def _wrong_at(value: ir.Value, way: list[fx.Node], lost: list[fx.Node], evidence
         stage="plain",
         evidence=f"{evidence}, without {_text(lost)}" if lost else evidence,
         tensor=value.name,
-        operator=next(str(n.target) for n in reversed(lost or way) if n.target is not operator.getitem),
+        operator=str(_operator(lost[-1] if lost else way[-1]).target),
         module=None if node is None else module_of(node),
         line=None if node is None else line_of(node),
     )
@@ -202,6 +214,13 @@ def _way(node: fx.Node, agreed: Collection[str], tensors: Collection[str]) -> li
             way[current] = None
             todo += current.all_input_nodes
     return list(way)[::-1]
+
+
+def _operator(node: fx.Node) -> fx.Node:
+    """The node itself, or the operator of which it is one of several results."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _text(nodes: list[fx.Node]) -> str:

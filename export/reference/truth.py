@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, DimSpec, TensorSpec
+from attnforge.errors import CaptureError
 from attnforge.export.expected_caches import ExpectedCaches
 from attnforge.export.flops import run_cost
 from attnforge.export.reference.model import ReferenceModel, at_precision
@@ -22,7 +23,7 @@ from attnforge.precision import Precision
 from attnforge.progress import Progress, Steps
 from attnforge.runtime import cases as reference
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import LEAST_DRAWS
+from attnforge.runtime.parity.budget import LEAST_DRAWS, relative_error
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ def write_reference(
 
     Returns:
         the cases, with the scale of their inputs and the spread of eager's error.
+
+    Raises:
+        CaptureError: eager refuses the inputs of a case, or does not compute the same whenever it runs.
     """
     cost = run_cost(graph)
     stored, cases = inputs_and_cases(model, data or Data(), cost)
@@ -90,10 +94,31 @@ def write_reference(
         outputs |= _expected_caches(caches, model, cases, stored)
     spreads.pool()
     spreads.draw(stored, for_draws, cost, steps)
+    _check_same(model, cases[0], stored, outputs)
     (folder / "reference").mkdir()
     save_file(outputs, folder / REFERENCE_OUTPUTS)
     save_file({name: _storable(array) for name, array in stored.items()}, folder / REFERENCE_EXAMPLE)
     return cases
+
+
+def _check_same(
+    model: ReferenceModel, example: Case, stored: Mapping[str, Array], outputs: Mapping[str, Array]
+) -> None:
+    """Check that eager computes of the example what it did before all other cases. If it does not, neither are its
+    errors on these, which set the budgets, those of one function.
+
+    Raises:
+        CaptureError: it does not.
+    """
+    inputs = reference.make_inputs(example, model.inputs, stored)
+    for name, array in model.eager(inputs).items():
+        for key, again in kept(array, example, reference.key(example, name, "eager")).items():
+            first, last = (np.nan_to_num(a.astype(np.float64)) for a in (outputs[key], again))
+            if first.shape != last.shape or relative_error(last, first) > model.precision.floor:
+                raise CaptureError(
+                    f"{model.reference} returns a different {name} after other inputs than before them: it draws "
+                    "random numbers or keeps state between calls; disable dropout outside training"
+                )
 
 
 def _expected_caches(

@@ -38,7 +38,8 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     """A copy of `module` in eval mode with its floating-point weights in the precision's dtype, which takes
-    keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's.
+    keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's;
+    complex ones keep their dtype.
 
     Raises:
         CaptureError: it is no module, or a TorchScript one, or cannot be copied.

@@ -85,6 +85,11 @@ class OpenVino(Backend):
         self._core: Any = openvino.Core()
         self._decoding = manifest.decoding
         self._inputs, self._outputs = manifest.graph_inputs, manifest.graph_outputs
+        if same := {spec.name for spec in self._inputs} & {spec.name for spec in self._outputs}:
+            raise UnavailableError(
+                f"OpenVINO confuses {min(same)!r}, an input that is also an output, with itself and writes to it; load "
+                "the bundle on onnxruntime-cpu, or deploy a graph without this output"
+            )
         self._contexts = options.contexts
         self._properties: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",

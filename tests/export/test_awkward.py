@@ -184,6 +184,29 @@ def test_a_module_that_hides_tensors_is_refused_in_one_line(tmp_path: Path) -> N
         attnforge.deploy(module, (x,), tmp_path / "b", None, "fp16", ["onnxruntime"], tune=False)
 
 
+class Rotated(nn.Module):
+    """Rotary positions from a table of complex numbers, as in Llama's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(TOKENS), 1e4 ** (-torch.arange(0, DIM, 2) / DIM))
+        self.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.rotations).flatten(-2).type_as(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_buffer_of_complex_numbers_stays_complex(precision: str) -> None:
+    x = torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).half().float()
+    captured = capture(Rotated(), (x,), None, precision_named(precision))
+    got, exact = captured.eager(captured.example)["output"], captured.exact(captured.example)["output"]
+    graph = as_it_is(captured.model)(captured.example)["output"]
+    for array in (got, exact, graph):
+        assert np.allclose(array, Rotated()(x), atol=2e-3 if precision == "fp16" else 1e-6)
+
+
 class Recurrent(nn.Module):
     """Torch's decompositions freeze sizes that follow a GRU, which ONNX Runtime computes in fp32 alone."""
 

@@ -4,6 +4,7 @@ exporter's faults, small numbers that it drops, dropout that is left on, and an 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,8 @@ def _seeded(x: Tensor) -> Tensor:
         Function(lambda x: x + torch.randn(16)),
         Function(lambda x: torch.bernoulli(x.sigmoid())),
         Function(_seeded),
+        Function(lambda x: x if random.random() < 0.01 else 2 * x),
+        Function(lambda x: x if np.random.rand() < 0.01 else 2 * x),
         SetsItselfToTraining(),
     ],
 )
@@ -149,9 +152,47 @@ def test_a_module_with_state_is_refused() -> None:
         capture(Counts().eval(), (X,), None, FP32)
 
 
+class Warm(nn.Module):
+    """Computes something else after some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.softmax(-1) * (1 if self.calls < 12 else 1.05)
+
+
+def test_a_module_that_changes_later_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="returns a different output after other inputs than before them"):
+        attnforge.deploy(Warm().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+
+
+def test_generators_of_random_numbers_are_left_as_they_are() -> None:
+    before, numbers = random.getstate(), np.random.get_state()
+    try:
+        np.random.seed(3)
+        capture(Function(torch.tanh).eval(), (X,), None, FP32)
+        assert random.getstate() == before and np.random.rand() == np.random.RandomState(3).rand()
+    finally:
+        np.random.set_state(numbers)
+
+
 def test_a_module_that_writes_to_its_input_is_the_same_each_time() -> None:
     captured = capture(Function(lambda x: x.mul_(2) + 1).eval(), (X.clone(),), None, FP32)
     assert np.array_equal(captured.example["x"], X.numpy())
+
+
+def test_a_module_that_writes_to_its_input_is_deployed(tmp_path: Path) -> None:
+    bundle = deployed(lambda x: x.mul_(2).softmax(-1), tmp_path / "b")
+    with attnforge.load(bundle, "onnxruntime-cpu") as session:
+        assert np.allclose(session(X.numpy()), (X * 2).softmax(-1).numpy(), atol=1e-6)
+    module = Function(lambda x: x.mul_(2)).eval()
+    given = X.numpy().copy()
+    with attnforge.load(bundle, "eager", module=module) as session:
+        session(given)
+    assert np.array_equal(given, X.numpy())
 
 
 # --- nothing proved ---------------------------------------------------------------------------------------------------
@@ -266,6 +307,26 @@ def test_the_choice_of_a_backend_skips_wrong_ones(tmp_path: Path, monkeypatch: p
     assert preferred.index("onnxruntime-cpu") < preferred.index("onnxruntime-cuda")
 
 
+class Statistics(nn.Module):
+    """A batch norm that uses the statistics of its input in eval mode too, which the exporter ignores."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=True)
+
+
+def test_a_wrong_operator_of_several_results_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WrongError, match=r"_native_batch_norm_legit.*the graph BatchNormalization"):
+        attnforge.deploy(Statistics().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+
+
 @pytest.mark.parametrize("seed", range(len(FAULTS)))
 def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> None:
     """A draw of `python -m benchmarks run export-faults`, which tries 200."""
@@ -293,3 +354,32 @@ def test_frozen_sizes_show_at_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_module, "optimise", frozen)
     wrong = departure(capture(module, (X,), sizes, FP32))
     assert wrong is not None and wrong.operator in ("aten.mul.Tensor", "aten.scalar_tensor.default")
+
+
+@pytest.mark.parametrize(
+    ("function", "assumed"),
+    [
+        (lambda x: 2 * x if 17 <= x.shape[1] < 19 else x.softmax(-1), "assumes tokens <= 16: with tokens 17"),
+        (lambda x: 2 * x if x.shape[1] == 23 else x.softmax(-1), r"assumes Ne\(tokens, 23\): with tokens 23"),
+        (lambda x: 2 * x if x.shape[1] % 33 == 0 else x.softmax(-1), r"assumes Ne\(Mod\(tokens, 33\), 0\)"),
+    ],
+)
+def test_a_branch_on_a_size_that_no_case_has_is_refused(
+    function: Callable[[Tensor], Tensor], assumed: str, tmp_path: Path
+) -> None:
+    """torch's exporter keeps the example's branch, and leaves out the check that sizes take it."""
+    with pytest.raises(WrongError, match=f"branches on sizes, and torch.export {assumed}"):
+        sizes = {"x": {1: Dim("tokens", min=2, max=40)}}
+        attnforge.deploy(Function(function).eval(), (X,), tmp_path / "b", sizes, targets=["onnxruntime"], tune=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "dim"),
+    [
+        (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), Dim("tokens", min=1, max=40)),
+        (lambda x: x.unflatten(1, (-1, 2)).softmax(-1), 2 * Dim("pairs", min=1, max=20)),
+        (lambda x: x[:, : min(x.shape[1], 20)].softmax(-1), Dim("tokens", min=1, max=40)),
+    ],
+)
+def test_sizes_of_which_much_is_assumed_and_nothing_is_wrong(function: Callable[[Tensor], Tensor], dim: Any) -> None:
+    assert departure(capture(Function(function).eval(), (X,), {"x": {1: dim}}, FP32)) is None

@@ -25,7 +25,7 @@ import attnforge
 from attnforge.arrays import BFLOAT16
 from attnforge.bundle import CANONICAL, OPENVINO, Bundle
 from attnforge.cli.printing import print_bundle
-from attnforge.errors import InputError, RunError, UsageError
+from attnforge.errors import InputError, RunError, UnavailableError, UsageError
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering import openvino as for_openvino
@@ -244,6 +244,19 @@ def test_an_input_that_openvino_drops(tmp_path: Path) -> None:
 
 
 # --- the graph that OpenVINO is given ---------------------------------------------------------------------------------
+
+
+def test_an_input_that_is_also_an_output_is_refused(tmp_path: Path) -> None:
+    """OpenVINO 2026.4 takes the output's memory for the input's if both have one name."""
+    head = '<ir_version: 10, opset_import: ["": 17]> graph'
+    text = f"{head} (float[2, 4] x) => (float[2, 4] y, float[2, 4] x) {{ y = Tanh(x) }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "same.onnx")
+    bundle = attnforge.deploy(tmp_path / "same.onnx", out=tmp_path / "b", targets=["onnxruntime"], tune=False)
+    x = np.ones((2, 4), np.float32)
+    with attnforge.load(bundle, "onnxruntime-cpu") as session:
+        assert np.array_equal(session.run({"x": x})["x"], x)
+    with pytest.raises(UnavailableError, match="'x', an input that is also an output"):
+        attnforge.load(bundle, "openvino")
 
 
 def graph_of(bundle: Bundle) -> Any:
