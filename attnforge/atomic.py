@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from attnforge.errors import BundleError, UsageError, first_line, shortened
 
@@ -158,7 +158,7 @@ def _is(path: Path, number: int) -> bool:
 
 
 def write_whole(file: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file under a temporary name in the same folder and rename it, so that readers see the old file or the new
+    """Write a file in a temporary folder next to it and rename it, so that readers see the old file or the new
     one.
 
     Args:
@@ -185,22 +185,14 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         OSError: the folder cannot be written to, its disk is full, or `file` is a device, a pipe or a socket; no
             temporary file is left.
     """
-    prefix = f".{file.name[:200]}."
-    sweep(file.parent, prefix, _SUFFIX)
     try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=_SUFFIX, delete=False) as stream:
-            temporary = Path(stream.name)
-            with suppress(OSError):  # locked, so that it does not count as stale
-                fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
-            try:
-                yield cast(BinaryIO, stream)
-                stream.flush()
-                temporary.chmod(mode)
-                _check_replaceable(file)
-                os.replace(temporary, file)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with Scratch(file.parent, f".{file.name[:200]}.", _SUFFIX) as folder:
+            temporary = folder / "file"
+            with temporary.open("wb") as stream:
+                yield stream
+            temporary.chmod(mode)
+            _check_replaceable(file)
+            os.replace(temporary, file)
     except OSError as error:
         if error.errno in FULL:  # such an error names no file
             raise OSError(error.errno, f"{error.strerror}; {_room_text(file.parent)}", str(file)) from error

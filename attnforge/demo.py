@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -71,28 +71,18 @@ class Demo:
     """Result of the demo.
 
     Attributes:
-        rows: rows of the table, those of a model at a precision together.
-        notes: why backends did not run.
         passed: whether every bundle was verified.
-        page: the first bundle's page.
+        page: path of the first bundle's page.
         seconds: duration.
+        notes: why backends did not run.
+        rows: rows of the table, those of a model at a precision together.
     """
 
-    rows: list[Row]
-    notes: list[str]
     passed: bool
-    page: Path
+    page: str
     seconds: float
-
-    def document(self) -> dict[str, Any]:
-        """Return the result as a JSON document."""
-        return {
-            "passed": self.passed,
-            "page": str(self.page),
-            "seconds": self.seconds,
-            "notes": self.notes,
-            "rows": [asdict(row) for row in self.rows],
-        }
+    notes: list[str]
+    rows: list[Row]
 
     def show(self) -> None:
         """Print the table, the verdict and where the pages are."""
@@ -103,7 +93,7 @@ class Demo:
         console.print(
             f"{verdict} in {self.seconds:.0f} s. Bundles, pictures, pages and report.md are in the folder of this page:"
         )
-        console.print(str(self.page), soft_wrap=True, markup=False)
+        console.print(self.page, soft_wrap=True, markup=False)
 
 
 def run(out: Path, progress: Callable[[str], None]) -> Demo:
@@ -136,7 +126,7 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
             rows += rows_of(bundle, report, out)
     notes = [f"{', '.join(bundles)}: {note}" for note, bundles in render.grouped(skipped).items()]
     _write_report(out / "report.md", rows, notes, passed)
-    return Demo(rows, notes, passed, pages[0], time.perf_counter() - start)
+    return Demo(passed, str(pages[0]), time.perf_counter() - start, notes, rows)
 
 
 def real_example(name: str) -> Tensor:

@@ -21,7 +21,7 @@ from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.decoding.stepper import Stepper, ours
-from attnforge.bench.contenders.peers import PeerJob, expected, with_threads
+from attnforge.bench.contenders.peers import PeerJob, expected, why_no_module, with_threads
 from attnforge.bench.experiment import Experiment, finished, new_run, source_text
 from attnforge.bench.interval import latency_of, per_second, ratio_of
 from attnforge.bench.limits.work import work_of
@@ -219,11 +219,7 @@ class ReferenceLogits:
 
 def is_at_hand(job: PeerJob) -> bool:
     """Return whether the module that was deployed is given, or may be rebuilt."""
-    source = job.bundle.manifest.source
-    if job.given is not None:
-        return True
-    registered = source.kind == "registered" and source.weights is None
-    return registered or (job.trust_source and source.kind != "module")
+    return job.given is not None or why_no_module(job.bundle.manifest.source, job.trust_source) is None
 
 
 # --- workloads --------------------------------------------------------------------------------------------------------

@@ -497,9 +497,6 @@ def write(results: Run, file: str | os.PathLike[str]) -> None:
     write_whole(target, f"{json.dumps(to_five_digits(results.model_dump(mode='json')), indent=1)}\n".encode())
 
 
-def to_five_digits(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: to_five_digits(item) for key, item in value.items()}
-    return [to_five_digits(item) for item in value] if isinstance(value, list) else value
+def to_five_digits(document: object) -> object:
+    """Return a JSON document with its numbers to five digits."""
+    return json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.5g}"))

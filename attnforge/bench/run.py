@@ -17,7 +17,7 @@ from attnforge.atomic import temporary_folder
 from attnforge.bench.calls import Baseline, Caller, Calls, callers, check_all_cases
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.engines import Runner
-from attnforge.bench.contenders.peers import with_threads
+from attnforge.bench.contenders.peers import why_no_module, with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
 from attnforge.bench.decoding import measure_decoding
@@ -32,7 +32,7 @@ from attnforge.bench.results import Contender, DecodingResults, Deployed, Model,
 from attnforge.bench.starts import measure_starts_and_memory
 from attnforge.bench.throughput import Load, loads
 from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
-from attnforge.errors import UntrustedError, UsageError
+from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
 from attnforge.keywords import guessable
@@ -146,7 +146,8 @@ def benchmark(
     skipped: dict[str, str] = {}
     if against is None:
         against = [] if decode else BASELINES
-        if against and (reason := _why_no_peers(bundles, module, trust_source)) is not None:
+        missing = (why_no_module(opened.manifest.source, trust_source) for opened in bundles if module is None)
+        if against and (reason := next(filter(None, missing), None)) is not None:
             against = []
             skipped = {f"{name} {b.manifest.precision}": reason for b in bundles for name in BASELINES}
     against = expanded(against, every)
@@ -166,18 +167,6 @@ def benchmark(
     results = new_results(command, experiment.threads, progress, with_ceilings=not quick)
     results.models = [measure(experiment, dims, results.ceilings) for dims in every_sizes]
     return finished(results, start)
-
-
-def _why_no_peers(bundles: Sequence[Bundle], module: Any, trust_source: bool) -> str | None:
-    """Return why the module that the peers run cannot be had; None if it can."""
-    for source in (opened.manifest.source for opened in bundles if module is None):
-        if source.kind == "module":
-            return "the bundle does not say how to make its module again; give it to attnforge.benchmark (module=)"
-        try:
-            check_trusted(source, trust_source)
-        except UntrustedError as error:
-            return str(error)
-    return None
 
 
 def new_results(command: str, threads: int, progress: StageCallback, with_ceilings: bool = True) -> Results:

@@ -2,7 +2,6 @@
 
 from attnforge.bundle.fields import MOST_THREADS as MOST_THREADS
 from attnforge.bundle.fields import OF_PACKAGES as OF_PACKAGES
-from attnforge.bundle.output import check_place as check_place
 from attnforge.bundle.output import place_of as place_of
 from attnforge.bundle.output import sign as sign
 from attnforge.bundle.output import write_manifest as write_manifest
@@ -21,7 +20,6 @@ from attnforge.bundle.schema import PORTABLE as PORTABLE
 from attnforge.bundle.schema import PROCESSOR as PROCESSOR
 from attnforge.bundle.schema import REFERENCE_EXAMPLE as REFERENCE_EXAMPLE
 from attnforge.bundle.schema import REFERENCE_OUTPUTS as REFERENCE_OUTPUTS
-from attnforge.bundle.schema import SCHEMA_VERSION as SCHEMA_VERSION
 from attnforge.bundle.schema import SIGNATURE as SIGNATURE
 from attnforge.bundle.schema import TOKENIZER as TOKENIZER
 from attnforge.bundle.schema import WEIGHTS as WEIGHTS
@@ -55,4 +53,3 @@ from attnforge.bundle.trust import Trusted as Trusted
 from attnforge.certificate import Certificate as Certificate
 from attnforge.certificate import SiteRecord as SiteRecord
 from attnforge.certificate import SiteTarget as SiteTarget
-from attnforge.certificate import Unfused as Unfused

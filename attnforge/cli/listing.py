@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -87,7 +88,7 @@ def demo(
 
     with stages_shown(as_json) as show:
         result = run(folder, show)
-    return Answer(result.document(), result.show, result.passed)
+    return Answer(asdict(result), result.show, result.passed)
 
 
 def doctor(as_json: Json = False) -> Answer:

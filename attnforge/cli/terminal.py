@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import textwrap
@@ -55,15 +54,8 @@ def print_json(document: Any) -> None:
     null."""
     global _printed
     _printed = True
-    print(json.dumps(_finite(document), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
+    print(json.dumps(finite, indent=2, allow_nan=False))
 
 
 def escape(text: str) -> str:

@@ -444,7 +444,7 @@ def test_without_a_command_it_says_what_to_do_first(here: Here) -> None:
 
 def test_the_demo_ends_with_the_path_of_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [Row("digits", "fp32", "onnxruntime-cpu", error="1e-6", budget="4e-6")]
-    Demo(rows, ["openvino did not run"], True, Path("attnforge-demo/digits.html"), 12.0).show()
+    Demo(True, "attnforge-demo/digits.html", 12.0, ["openvino did not run"], rows).show()
     assert capsys.readouterr().out.splitlines()[-1] == "attnforge-demo/digits.html"
 
 

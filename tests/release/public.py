@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def of_documents() -> Iterator[str]:
             if line == "models":
                 document = next(iter(document.values()))  # by the models' names
             yield from (f"document: {command} {key}" for key in document)
-    yield from (f"document: demo {key}" for key in Demo([], [], True, Path(), 0.0).document())
+    yield from (f"document: demo {field.name}" for field in fields(Demo))
 
 
 def _document(line: str) -> Any:

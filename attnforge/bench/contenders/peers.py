@@ -25,8 +25,8 @@ from torch.export import Dim
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bench.contenders.engines import ENGINES, Runner, Setup, why_no_products, wide
-from attnforge.bundle import CANONICAL, Decoding, DimSpec, TensorSpec
-from attnforge.errors import UnavailableError
+from attnforge.bundle import CANONICAL, Decoding, DimSpec, Source, TensorSpec
+from attnforge.errors import UnavailableError, UntrustedError
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.sources.named import check_trusted, rebuild
 from attnforge.export.sources.onnx_file import Imported, import_graph
@@ -109,6 +109,17 @@ class PeerJob(Setup):
         if isinstance(self.module, Imported):
             raise UnavailableError("the bundle was deployed from an ONNX graph; there is no torch module to run")
         return at_precision(self.module, precision or self.precision)
+
+
+def why_no_module(source: Source, trust_source: bool) -> str | None:
+    """Return why the module that a bundle was deployed from cannot be rebuilt; None if it can."""
+    if source.kind == "module":
+        return "the bundle does not say how to make its module again; give it to attnforge.benchmark (module=)"
+    try:
+        check_trusted(source, trust_source)
+    except UntrustedError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
