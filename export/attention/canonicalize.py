@@ -92,8 +92,8 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
         elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
-    for other in unrecognised(model.graph):
-        sites.append(Site(_unused_name(other.first, sites), "·".join(other.path), reason=other.reason))
+    for first, path, reason in unrecognised(model.graph):
+        sites.append(Site(_unused_name(first, sites), "·".join(path), reason=reason))
     for module in lost:
         sites.append(Site(_numbered(module, (site.name for site in sites)), "Softmax", reason=LOST))
     for module in without_effect:

@@ -120,31 +120,30 @@ class _Operands:
 
 
 def _operands(scores: Scores, weights: Weights) -> _Operands:
-    query_factor, query = strip_factors(scores.query)
-    key_factor, key = strip_factors(scores.key)
     value_factor, value = strip_factors(weights.value)
-    inner_query_factor, query = _before_widening(query, value.value.dtype)
-    inner_key_factor, key = _before_widening(key, value.value.dtype)
+    query_factor, query = _stripped(scores.query, value.value.dtype)
+    key_factor, key = _stripped(scores.key, value.value.dtype)
     output = Operand(*after_views(weights.product.outputs[0], weights.output))
     dtype = query.value.dtype
     if (narrowed := _cast_back(output.value, dtype)) is not None:
         output = Operand(*after_views(narrowed, output.layout))
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == output.value.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
-    scale = scores.steps.scale * query_factor * key_factor * inner_query_factor * inner_key_factor
+    scale = scores.steps.scale * query_factor * key_factor
     return _Operands((query, key, value), output, dtype, scale, value_factor)
 
 
-def _before_widening(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:
-    """A query or key before its cast from the values' 16-bit type to fp32, and the factor on it: kernels accumulate in
-    fp32 either way."""
+def _stripped(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:
+    """A query or key before factors, views and a cast from the values' 16-bit type to fp32, and the product of the
+    factors: kernels accumulate in fp32 either way."""
+    factor, operand = strip_factors(operand)
     node = operand.value.producer()
-    if not is_op(node, "Cast") or dtype is None or dtype.bitwidth != 16:
-        return 1.0, operand
-    source = input_of(node)
-    if source.dtype != dtype or operand.value.dtype != ir.DataType.FLOAT:
-        return 1.0, operand
-    return strip_factors(Operand(source, operand.layout))
+    if is_op(node, "Cast") and operand.value.dtype == ir.DataType.FLOAT:
+        source = input_of(node)
+        if source.dtype == dtype and dtype is not None and dtype.bitwidth == 16:
+            inner, operand = strip_factors(Operand(source, operand.layout))
+            factor *= inner
+    return factor, operand
 
 
 def _cast_back(value: ir.Value, dtype: ir.DataType | None) -> ir.Value | None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.layout import Axis, Dims, Layout, before_views, is_view
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import VIEWS, input_of, is_op, optional_input
+from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import ONE, is_size_of, sizes_of
 
 
@@ -53,9 +53,8 @@ def scalar(value: ir.Value | None) -> float | None:
     """The number that is every element of a constant `value`; None if there is no such number."""
     if value is None:
         return None
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is not None:
-        numbers = tensor.numpy().reshape(-1)
+    if (numbers := constant_of(value)) is not None:
+        numbers = numbers.reshape(-1)
         uniform = numbers.size == 1 or (numbers.size > 1 and bool((numbers == numbers[0]).all()))
         return float(numbers[0].astype(np.float64)) if uniform else None
     node = value.producer()
@@ -122,12 +121,9 @@ def same_value(a: ir.Value | None, b: ir.Value | None, depth: int = 8) -> bool:
 
 def is_zero_or_one(value: ir.Value | None) -> bool:
     """Whether every number is known to be 0 or 1: cast from a condition, or moved from a constant of 0 and 1."""
-    if value is None:
-        return False
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is not None:
-        return bool(np.isin(tensor.numpy(), (0, 1)).all())
-    node = value.producer()
+    if (numbers := constant_of(value)) is not None:
+        return bool(np.isin(numbers, (0, 1)).all())
+    node = maker_of(value)
     if node is None or node.domain != "" or not node.inputs:
         return False
     source = node.inputs[0]

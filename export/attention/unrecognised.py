@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -25,26 +24,16 @@ _LINEAR = VIEWS | {
 """Operators without which weights would be a linear function of the scores."""
 
 
-@dataclass(frozen=True)
-class Unrecognised:
-    """Two products with a nonlinearity between them.
-
-    Attributes:
-        first: the product of queries and keys.
-        path: the operators from the first product to the second.
-        reason: why this has no canonical form.
-    """
-
-    first: ir.Node
-    path: list[str]
-    reason: str
-
-
-def unrecognised(graph: ir.Graph) -> Iterator[Unrecognised]:
-    """Yield the attention of a graph that has no canonical form and no softmax.
+def unrecognised(graph: ir.Graph) -> Iterator[tuple[ir.Node, list[str], str]]:
+    """Find the attention of a graph that has no canonical form and no softmax: two products with a nonlinearity between
+    them.
 
     Args:
         graph: a graph whose other attention is canonical.
+
+    Yields:
+        the product of queries and keys, the operators from it to the second product, and why this has no canonical
+        form.
     """
     computed = dependent_on_inputs(graph)
     for node in graph:
@@ -54,7 +43,7 @@ def unrecognised(graph: ir.Graph) -> Iterator[Unrecognised]:
             nonlinear = [other.op_type for other in path[1:-1] if other.op_type not in _LINEAR]
             if nonlinear and sums(path[-1], pairs):
                 reason = f"{nonlinear[0]} computes the weights; fused attention kernels compute a softmax"
-                yield Unrecognised(node, [other.op_type for other in path], reason)
+                yield node, [other.op_type for other in path], reason
                 break
 
 

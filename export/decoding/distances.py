@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import inf
-from typing import Any
 
 import islpy as isl
 import ml_dtypes
@@ -28,13 +27,12 @@ from attnforge.errors import UsageError
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of
-from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.lowering.attention import ByHead
 from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
-from attnforge.export.masks.reader import BOOL, HANDLERS, Interpreter, Reader
-from attnforge.export.masks.scores import PAIR, Scores, Whole
+from attnforge.export.masks.reader import BOOL, Interpreter, Reader
+from attnforge.export.masks.scores import PAIR, Scores
 from attnforge.export.masks.shape import fit
 from attnforge.export.masks.visibility import Visibility, scores_index
 
@@ -127,6 +125,12 @@ def _at_own_key(line: Line) -> Line:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+_LINEAR = frozenset({
+    *MOVES, "Abs", "Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where",
+})  # fmt: skip
+"""Operators of which lines give lines, or one for each of several cases."""
+
+
 class _Lines(Interpreter[Cases]):
     """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
     capacity of the cache."""
@@ -153,8 +157,6 @@ class _Lines(Interpreter[Cases]):
         return self.bounds(line)[1] <= NEGLIGIBLE
 
     def _uncached(self, value: ir.Value, index: Index) -> Cases:
-        if value.shape is None or len(value.shape) != len(index):
-            raise NotByDistance(f"the shape of {value.name!r} is not known")
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
             return [(self.scores.always, self._of_table(value, tensor.numpy(), index))]
         if (known := self._of_number(self.reader.number(value, index))) is not None:
@@ -162,14 +164,11 @@ class _Lines(Interpreter[Cases]):
         node = value.producer()
         if node is None:
             raise NotByDistance(f"{value.name!r} is an input")
-        if node.domain != "" or node.op_type not in _HANDLERS:
+        if node.domain != "" or node.op_type not in _LINEAR:
             raise NotByDistance(f"{value.name!r} is computed by {node.op_type}")
         if node.op_type in ("Cast", "Div") and (value.dtype is None or not value.dtype.is_floating_point()):
             raise NotByDistance(f"{value.name!r} is rounded to integers")
-        cases: Cases | None = _HANDLERS[node.op_type](self, node, index)
-        if cases is None:
-            raise NotByDistance(f"how {node.op_type} moves {value.name!r} is not known")
-        return cases
+        return self._handled(node, index)
 
     def _of_number(self, number: Number) -> Cases | None:
         """The cases of a number that is known without a table; None for others."""
@@ -394,34 +393,4 @@ _ON_LINES: Mapping[str, Callable[[Line, Line], Line]] = {
     "Sub": np.subtract,
     "Mul": _product,
     "Ratio": _ratio,
-}
-
-
-# --- operators --------------------------------------------------------------------------------------------------------
-
-
-def _tile(reader: _Lines, node: ir.Node, index: Index) -> Cases:
-    source = node.inputs[0]
-    if source is None or source.shape is None:
-        raise NotByDistance(f"what {node.outputs[0].name!r} repeats is not known")
-    positions: list[Whole] = []
-    for dim, whole, position in zip(source.shape, node.outputs[0].shape or (), index, strict=True):
-        size = Size.of(dim)
-        if size == ONE:
-            positions.append(reader.scores.constant(0))
-        elif size == Size.of(whole):
-            positions.append(position)
-        else:
-            of = reader.scores.value(size.factor)
-            positions.append(position.mod_val(of) if size.is_static else reader.scores.unknown_position())
-    return reader.read(source, tuple(positions))
-
-
-_HANDLERS: dict[str, Callable[[Any, ir.Node, Index], Any]] = {
-    **{
-        name: HANDLERS[name]
-        for name in (*MOVES, "Abs", "Add", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where")
-    },
-    "Cast": lambda reader, node, index: reader.read(node.inputs[0], index),
-    "Tile": _tile,
 }

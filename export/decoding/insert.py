@@ -40,7 +40,7 @@ from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
 from attnforge.export.lowering.attention import Attention, ByHead, Seen, attentions
-from attnforge.export.lowering.band import Band, band_of, is_triangle
+from attnforge.export.lowering.band import band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask
 from attnforge.export.masks.visibility import Visibility, visibility
 
@@ -226,10 +226,6 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
             f"{site.name} attends from {n_q.text} queries to {n_k.text} keys; only self-attention over the tokens "
             "can cache earlier keys and values"
         )
-    if a.is_triangle and a.residue == "none":
-        return Seen()
-    if a.band is not None and (seen := _of_band(a.band)) is not None:
-        return seen
     left, slopes, why = visibility(a.node), None, ""
     if "bias" in left.residue:
         try:
@@ -238,8 +234,8 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
             why = f"; what it adds to scores is not a bias by distance (ALiBi): {reason}"
     if left.is_full and not left.residue:
         raise UsageError(f"{site.name} is bidirectional: a token sees later ones, so nothing can be cached")
-    if slopes is not None and (seen := seen_of(a.node, left)) is not None:
-        return replace(seen, slopes=slopes if any(slopes) else None)
+    if not left.residue and (seen := seen_of(a.node, left)) is not None:
+        return replace(seen, slopes=slopes if slopes is not None and any(slopes) else None)
     raise UsageError(
         f"the mask of {site.name} leaves {left.text()}; a cache needs attention to all earlier tokens, or to the last "
         f"few{why}"
@@ -251,12 +247,8 @@ def seen_of(node: ir.Node, left: Visibility) -> Seen | None:
     if is_triangle(left):
         return Seen()
     band = band_of(node, left)
-    return None if band is None else _of_band(band)
-
-
-def _of_band(band: Band) -> Seen | None:
-    """What a query sees if its mask leaves a band; None if that is not its last few tokens."""
-    return Seen(band.most + 1) if band.is_window and band.least == 0 and band.is_all else None
+    is_last_few = band is not None and band.is_window and band.least == 0 and band.is_all
+    return Seen(band.most + 1) if band is not None and is_last_few else None
 
 
 def _slopes(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> tuple[Visibility, ByHead]:

@@ -11,14 +11,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.bundle import NEXT, Bundle, Decoding
 from attnforge.export.attention.canonical import SINKS, WINDOW
 from attnforge.export.attention.masking import before_sinks, with_zeros
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, numbered, typed
 from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.graphs.sizes import sizes_of
 from attnforge.export.lowering.attention import BY_HEAD, writer_of
-
-INT64 = ir.DataType.INT64
 
 
 def whole_graph(bundle: Bundle, name: str) -> ir.Model:
@@ -72,12 +70,8 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
 def _keep_all(graph: ir.Graph, kept: ir.Value, tokens: ir.Value) -> None:
     """Make outputs those of all tokens."""
     (dim,), count_dim = dims_of(kept), dims_of(tokens)[1]
-
-    def every(op: Builder) -> ir.Value:
-        count = op.Squeeze(op.Shape(tokens, start=1, end=2), constant(op, [0]))
-        return typed(op.Range(constant(op, 0), count, constant(op, 1)), INT64, [count_dim])
-
-    ir.convenience.replace_all_uses_with(kept, insert(graph, graph[0], every, stem=f"without past/{kept.name}"))
+    every = insert(graph, graph[0], partial(numbered, x=tokens, axis=1), stem=f"without past/{kept.name}")
+    ir.convenience.replace_all_uses_with(kept, every)
     graph.inputs.remove(kept)
     for value in (output for node in graph for output in node.outputs if output.shape is not None):
         value.shape = ir.Shape([count_dim if each == dim else each for each in dims_of(value)])

@@ -80,11 +80,11 @@ def filled_up(op: Builder, x: ir.Value, axis: int, missing: ir.Value) -> ir.Valu
     return op.Pad(x, op.Concat(zeros[0], missing, zeros[1], axis=0))
 
 
-def broadcast_like(value: ir.Value, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Set the type of `value` to that of `first`, and its shape to that of `first` and `second`, of equal rank,
-    broadcast to one another."""
-    assert first.shape is not None and second.shape is not None
-    return typed(value, first.dtype, [b if a == 1 else a for a, b in zip(first.shape, second.shape, strict=True)])
+def broadcast_like(value: ir.Value, *others: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
+    """Set the shape of `value` to that of `others`, of equal rank, broadcast to one another, and its type to `dtype`,
+    by default that of the first; return it."""
+    dims = [next((dim for dim in column if dim != 1), 1) for column in zip(*map(dims_of, others), strict=True)]
+    return typed(value, others[0].dtype if dtype is None else dtype, dims)
 
 
 def numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:

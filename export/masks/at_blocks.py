@@ -8,19 +8,18 @@ Values that have a number for every pair already (an input, a constant) are cut 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import islpy as isl
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.operands import scalar
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
-from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, is_op, maker_of, optional_input, rank_of
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.masks.indices import MOVES, Index, variables_of
-from attnforge.export.masks.reader import BOOL, HANDLERS, Interpreter, Reader
+from attnforge.export.masks.reader import BOOL, Interpreter, Reader
 from attnforge.export.masks.scores import Whole
 from attnforge.export.masks.visibility import scores_index
 
@@ -108,10 +107,8 @@ def _is_in_memory(value: ir.Value | None) -> bool:
     return node is None or ir.convenience.get_const_tensor(node.outputs[0]) is not None
 
 
-_HANDLERS: dict[str, Callable[[Any, ir.Node, Index], Any]] = {
-    name: HANDLERS[name] for name in (*MOVES, "Clip", "Concat", "Trilu")
-}
-"""Operators that are not repeated, or not on all operands."""
+_NOT_REPEATED = frozenset({*MOVES, "Clip", "Concat", "Trilu"})
+"""Operators that are not repeated on cut operands, but read as by a reader."""
 
 
 class _Blocks(Interpreter[ir.Value]):
@@ -142,8 +139,7 @@ class _Blocks(Interpreter[ir.Value]):
 
     def _uncached(self, value: ir.Value, index: Index) -> ir.Value:
         """A value at an index, cut to blocks."""
-        if rank_of(value) != len(index) or value.dtype is None:
-            raise NotByBlocks(f"the shape of {value.name!r} is not known")
+        assert value.dtype is not None
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
@@ -151,11 +147,8 @@ class _Blocks(Interpreter[ir.Value]):
         is_part = is_op(node, "Gather", "GatherND") and _is_in_memory(node.inputs[0])
         if node is None or is_small or is_part or _is_in_memory(value):
             return self.cut(self._on_four_dims(value, index))
-        if node.domain == "" and node.op_type in _HANDLERS:
-            result: ir.Value | None = _HANDLERS[node.op_type](self, node, index)
-            if result is None:
-                raise NotByBlocks(f"where {node.op_type} reads the numbers of {value.name!r} is not known")
-            return result
+        if node.domain == "" and node.op_type in _NOT_REPEATED:
+            return self._handled(node, index)
         if node.domain == "" and node.op_type in ELEMENTWISE:
             return self._again(node, index)
         raise NotByBlocks(f"{value.name!r} is computed for all pairs by {node.op_type}")
@@ -166,11 +159,6 @@ class _Blocks(Interpreter[ir.Value]):
         result.type = ir.TensorType(value.dtype)
         return result
 
-    def _like(self, result: ir.Value, dtype: ir.DataType | None, *operands: ir.Value) -> ir.Value:
-        """Set on a result its type, and the shape that operands of equal rank broadcast to."""
-        dims = [next((dim for dim in column if dim != 1), 1) for column in zip(*map(dims_of, operands), strict=True)]
-        return typed(result, dtype, dims)
-
     # --- operators
 
     def _again(self, node: ir.Node, index: Index) -> ir.Value:
@@ -178,11 +166,11 @@ class _Blocks(Interpreter[ir.Value]):
         operands = [self.read(*operand) for operand in self.operands(node, index)]
         steps = {MASK_STEP: node.metadata_props[MASK_STEP]} if MASK_STEP in node.metadata_props else {}
         result = self.op.op(node.op_type, operands, dict(node.attributes), metadata_props=steps)
-        return self._like(result, node.outputs[0].dtype, *operands)
+        return broadcast_like(result, *operands, dtype=node.outputs[0].dtype)
 
     def compute(self, op_type: str, a: ir.Value, b: ir.Value) -> ir.Value:
         """Compute an elementwise operator of two cut operands."""
-        return self._like(self.op.op(op_type, [a, b]), a.dtype, a, b)
+        return broadcast_like(self.op.op(op_type, [a, b]), a, b)
 
     def either(self, x: Whole, yes: ir.Value, no: ir.Value | None) -> ir.Value:
         """`yes` where `x` is at least 0, else `no`, which is False or 0 by default."""
@@ -192,12 +180,12 @@ class _Blocks(Interpreter[ir.Value]):
         assert dtype is not None
         if dtype != BOOL:
             no = self.cut(constant(op, [[[[0]]]], dtype)) if no is None else no
-            return self._like(op.Where(condition, yes, no), dtype, condition, yes, no)
-        kept = self._like(op.And(condition, yes), BOOL, condition, yes)
+            return broadcast_like(op.Where(condition, yes, no), condition, yes, no, dtype=dtype)
+        kept = broadcast_like(op.And(condition, yes), condition, yes)
         if no is None:
             return kept
-        others = self._like(op.And(self._like(op.Not(condition), BOOL, condition), no), BOOL, condition, no)
-        return self._like(op.Or(kept, others), BOOL, kept, others)
+        others = broadcast_like(op.And(like(op.Not(condition), condition), no), condition, no)
+        return broadcast_like(op.Or(kept, others), kept, others)
 
     # --- small values, and values that are in memory
 
@@ -264,7 +252,7 @@ class _Blocks(Interpreter[ir.Value]):
             self.cut(self._vector(part, variable))
             for part, variable in ((of_key, Variable.KEY), (of_query, Variable.QUERY))
         )
-        return self._like(op.GreaterOrEqual(key, query), BOOL, key, query)
+        return broadcast_like(op.GreaterOrEqual(key, query), key, query, dtype=BOOL)
 
     def _vector(self, x: Affine, variable: Variable) -> ir.Value:
         """The numbers of an expression for every query or key, on four dims."""
@@ -323,7 +311,7 @@ class _ByKey(_Blocks):
         self._asked = self.scores.query.ge_set(self.scores.key) if is_triangle else self.scores.always
 
     def _uncached(self, value: ir.Value, index: Index) -> ir.Value:
-        if value.dtype == BOOL and rank_of(value) == len(index) and Variable.QUERY in self.variables(index):
+        if value.dtype == BOOL and Variable.QUERY in self.variables(index):
             truth = self.reader.truth(value, index)
             for answer, opposite in ((True, self.scores.opposite(truth)), (False, truth)):
                 if self.scores.is_never(self._asked.intersect(opposite)):

@@ -129,6 +129,17 @@ def _expand(reader: Positions, node: ir.Node, index: Index) -> Index | None:
     )
 
 
+def _tile(reader: Positions, node: ir.Node, index: Index) -> Index | None:
+    source, result, scores = node.inputs[0], node.outputs[0], reader.scores
+    if source is None or source.shape is None or result.shape is None:
+        return None
+    wanted = zip(sizes_of(source), sizes_of(result), index, broadcast(scores, source, result, index), strict=True)
+    return tuple(
+        position.mod_val(scores.value(size.factor)) if size.is_static and size not in (ONE, whole) else other
+        for size, whole, position, other in wanted
+    )
+
+
 def _axes(reader: Positions, value: ir.Value | None, rank: int) -> set[int] | None:
     """The axes that a constant input names."""
     elements = reader.elements(value)
@@ -239,6 +250,7 @@ MOVES: dict[str, Callable[[Positions, ir.Node, Index], Index | None]] = {
     "Reshape": _viewed,
     "Slice": _slice,
     "Squeeze": _squeeze,
+    "Tile": _tile,
     "Transpose": _viewed,
     "Unsqueeze": _unsqueeze,
 }

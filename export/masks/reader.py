@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import islpy as isl
 import onnx_ir as ir
@@ -164,6 +164,8 @@ class Interpreter(ABC, Generic[Result]):
         """Read `value` at an index."""
         assert value is not None
         if (result := self._results.get((value, index))) is None:  # isl may normalise an index later, and its hash
+            if value.shape is None or len(value.shape) != len(index) or value.dtype is None:
+                raise self.refusal(f"the shape of {value.name!r} is not known")
             if self._depth >= MOST_DEPTH:
                 raise self.refusal(f"{value.name!r} is computed by a chain of too many operators")
             self._depth += 1
@@ -172,7 +174,15 @@ class Interpreter(ABC, Generic[Result]):
         return result
 
     @abstractmethod
-    def _uncached(self, value: ir.Value, index: Index) -> Result: ...
+    def _uncached(self, value: ir.Value, index: Index) -> Result:
+        """Read `value`, whose shape and type are known, at an index."""
+
+    def _handled(self, node: ir.Node, index: Index) -> Result:
+        """Read the result of a node by its function of :data:`HANDLERS`."""
+        handler: Callable[[Any, ir.Node, Index], Result | None] = HANDLERS[node.op_type]  # type: ignore[assignment]
+        if (result := handler(self, node, index)) is None:
+            raise self.refusal(f"where {node.op_type} reads the numbers of {node.outputs[0].name!r} is not known")
+        return result
 
 
 Handler = Callable[[Reader, ir.Node, Index], Known | None]

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from attnforge.bundle.external import locations, messages
 from attnforge.bundle.fields import MOST_DIMS
 from attnforge.errors import CaptureError, UnavailableError, UsageError, first_line
+from attnforge.export.graphs.nodes import constant_of, optional_input
 from attnforge.export.room import Numbers, most_alive
 from attnforge.files import open_inside
 from attnforge.memory import available
@@ -68,12 +69,11 @@ def check(model: ir.Model) -> None:
     for tensor in tensors(model):
         _check_tensor(tensor)
     _check_functions(model)
-    deepest = max((depth for _, depth in _nodes(model.graph)), default=0)
-    if deepest > DEEPEST:
+    if (deepest := _depth(model.graph)) > DEEPEST:
         raise UsageError(f"the graph nests graphs {deepest} deep; at most {DEEPEST} are allowed")
     _check_order(model.graph)
     _check_lists(model.graph)
-    for node, _ in _nodes(model.graph):
+    for node in model.graph.all_nodes():
         if (count := made_of_constants(node)) > LARGEST_CONSTANT:
             raise UsageError(_too_large(node, count))
 
@@ -115,7 +115,7 @@ def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     yield from (value.const_value for value in model.graph.initializers.values() if value.const_value is not None)
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for graph in graphs:
-        for node, _ in _nodes(graph):
+        for node in graph.all_nodes():
             yield from (a.as_tensor() for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR)
 
 
@@ -177,9 +177,9 @@ def check_certain(node: ir.Node) -> None:
     Raises:
         CaptureError: it does.
     """
-    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-    off = ir.convenience.get_const_tensor(training) if training is not None else None
-    if node.op_type in RANDOM or (training is not None and (off is None or bool(off.numpy()))):
+    training = optional_input(node, 2) if node.op_type == "Dropout" else None
+    off = constant_of(training)
+    if node.op_type in RANDOM or (training is not None and (off is None or bool(off.any()))):
         raise CaptureError(
             f"the graph has {node.op_type} ({node.name}), which draws random numbers; export the model in eval mode"
         )
@@ -224,15 +224,9 @@ def _size(value: ir.Value | None) -> int:
     return prod(dim for dim in shape or () if isinstance(dim, int))
 
 
-def _nodes(graph: ir.Graph | ir.Function) -> Iterator[tuple[ir.Node, int]]:
-    """All nodes, including those of nested graphs, and the nesting depth of each."""
-    todo: list[tuple[ir.Node, int]] = [(node, 0) for node in graph]
-    while todo:
-        node, depth = todo.pop()
-        yield node, depth
-        if depth <= DEEPEST:
-            for inner in _inner(node):
-                todo += [(nested, depth + 1) for nested in inner]
+def _depth(graph: ir.Graph) -> int:
+    """How deep graphs are nested in a graph; protobuf reads no file in which it is more than a hundred."""
+    return max((1 + _depth(inner) for node in graph for inner in _inner(node)), default=0)
 
 
 def _inner(node: ir.Node) -> Iterator[ir.Graph]:
@@ -263,7 +257,7 @@ def _check_functions(model: ir.Model) -> None:
 
 
 def _operators(graph: ir.Graph | ir.Function) -> Counter[ir.OperatorIdentifier]:
-    return Counter(node.op_identifier() for node, _ in _nodes(graph))
+    return Counter(node.op_identifier() for node in graph.all_nodes())
 
 
 def _inlined(operators: Counter[ir.OperatorIdentifier], sizes: Mapping[ir.OperatorIdentifier, int]) -> int:

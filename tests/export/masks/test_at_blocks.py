@@ -137,6 +137,24 @@ def test_blocks_that_are_numbered_and_repeated() -> None:
     check(program, Blocks(np.array([[0, 1, 2], [7, 3, 1], [11, 0, 8]]), 12, 12))
 
 
+def test_a_mask_and_a_bias_that_are_tiled() -> None:
+    g, period, tokens = Graph(Never()), Size(4), Size(12)
+    query, key = (g.input(name, [Size(2), Size(2), tokens, Size(2)]) for name in ("query", "key"))
+    rows = g.constant(np.arange(12), INT64)
+    seen = g.binary("GreaterOrEqual", g.unsqueeze(rows, [1]), g.unsqueeze(rows, [0]))
+    seen = g.op("Tile", [g.unsqueeze(seen, [0, 1]), g.ints(2, 2, 1, 1)], [Size(2), Size(2), tokens, tokens])
+    added = g.input("bias", [period])
+    bias = g.op("Tile", [added, g.ints(3)], [tokens])
+    mask = g.where(seen, bias, g.constant(np.float32(-np.inf)))
+    node = ir.node("Attention", [query, key, key, mask], {"scale": 1.0})
+    inputs: dict[str, Array] = {str(x.name): np.zeros([2, 2, 12, 2], np.float32) for x in (query, key)}
+    inputs[str(added.name)] = np.random.default_rng(0).standard_normal(4).astype(np.float32)
+    program = RandomMask(g.model(mask), node, mask, inputs, {}, 12, 12)
+    assert visibility(node).text() == "band −∞ … 0, residue: bias"
+    check(program, Piece(slice(3, 10), slice(1, 9)))
+    check(program, Blocks(np.array([[0, 1, 2], [7, 3, 1], [11, 0, 8]]), 12, 12))
+
+
 def test_a_clamped_distance_and_a_slice_of_a_slice_of_a_constant() -> None:
     g, size, tokens = Graph(Never()), Size(20), Size(1, ("tokens",))
     query = g.input("query", [Size(2), Size(2), tokens, Size(2)])
