@@ -34,7 +34,6 @@ from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.forms import Candidate, Row, usual
 from attnforge.export.lowering.products import decompose
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites, plain_first
-from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 
 FLOAT = ir.DataType.FLOAT
 
@@ -192,6 +191,8 @@ def _open_on_openvino(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[
     """A function that runs `model` on `feeds` as the backend runs repeated shapes, and returns OpenVINO's own output
     tensor."""
     import openvino
+
+    from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 
     core = openvino.Core()
     graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True, scores=True)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Runs a deployed model on arrays that have been checked; from several threads at once.
+    """Runs a deployed model on arrays that have been checked; from several threads at once. A class that inherits from
+    it computes on the CPU and has no compiled kernels to keep.
 
     A new backend is one file in this folder and one row of :data:`attnforge.runtime.backends.registry.REGISTRY`
     (:class:`Registered`).
@@ -34,6 +35,7 @@ class Backend(Protocol):
     def gpu(self) -> Gpu | None:
         """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too. None on
         the CPU."""
+        return None
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         """The model's outputs for host arrays, both in the order of the manifest.
@@ -50,12 +52,17 @@ class Backend(Protocol):
 
     def keep(self) -> None:
         """Write compiled kernels to disk, for the next start."""
+        return
 
     def close(self) -> None:
         """Free everything. Later runs raise a UsageError."""
 
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
+
+OPENVINO_TYPES = {"bf16": ("BF16", "bf16")}
+"""OpenVINO's names for a processor's 16-bit arithmetic and for the hint that requests it, by precision: those with
+which its results meet the budget."""
 
 Runner = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Computes a model's outputs from its inputs, both by name. Inputs are contiguous arrays of the model's dtypes; outputs

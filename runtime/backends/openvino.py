@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import NEXT, Bundle, DimSpec, Manifest
-from attnforge.errors import InputError, UnavailableError, UsageError, first_line
+from attnforge.errors import InputError, UnavailableError, UsageError, raised_as
 from attnforge.machine import cpu_quota, processors
 from attnforge.memory import available
-from attnforge.runtime.backends.backend import Registered
+from attnforge.runtime.backends.backend import OPENVINO_TYPES, Backend, Registered
 from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
+from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import HostOutputs, Pool, Recent
@@ -36,10 +38,6 @@ log = logging.getLogger("attnforge")
 
 Shape = tuple[tuple[int, ...], ...]
 """The shapes of all inputs."""
-
-CAPABILITIES = {"bf16": ("BF16", "bf16")}
-"""OpenVINO's names for a processor's 16-bit arithmetic and for the hint that requests it, by precision: those with
-which its results meet the budget."""
 
 WIDE = ("int64", "uint32", "uint64")
 """Integers that OpenVINO computes as signed 32-bit without warning."""
@@ -64,7 +62,7 @@ def open_bundle(bundle: Bundle, row: Registered, options: Options) -> OpenVino:
         return OpenVino(bundle.manifest, bundle.model(row.model(bundle.manifest)), options)
 
 
-class OpenVino:
+class OpenVino(Backend):
     """A graph compiled by OpenVINO. Any number of threads may call it; it runs one call after another, each on all its
     threads.
 
@@ -81,13 +79,9 @@ class OpenVino:
     """
 
     name = "openvino"
-    gpu = None
     new_cache, free_bytes = staticmethod(np.zeros), staticmethod(available)
 
     def __init__(self, manifest: Manifest, file: Path | bytes, options: Options) -> None:
-        import openvino
-
-        self._openvino: Any = openvino
         self._core: Any = openvino.Core()
         self._decoding = manifest.decoding
         self._inputs, self._outputs = manifest.graph_inputs, manifest.graph_outputs
@@ -108,10 +102,8 @@ class OpenVino:
         self._weights: int
         self._model: Any
         self._general: _Compiled | None
-        try:
+        with raised_as(UnavailableError, "OpenVINO cannot compile this model", passing=(OSError,)):
             self._model, self._general = self._opened(file, manifest)
-        except RuntimeError as error:
-            raise UnavailableError(f"OpenVINO cannot compile this model: {first_line(error)}") from error
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         is_fixed = not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims)
         if is_fixed or manifest.decoding is not None:  # steps are bound to the model for all shapes
@@ -179,9 +171,9 @@ class OpenVino:
 
     def memory(self) -> Memory:
         general = self._general
-        return Memory(weights=self._weights * (1 + len(self._special)), contexts=0 if general is None else general.made)
-
-    def keep(self) -> None: ...
+        return Memory(
+            weights=self._weights * (1 + len(self._special)), contexts=0 if general is None else general.requests.made
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -208,18 +200,17 @@ class OpenVino:
         """The graph; for a step, one that returns only the new rows of caches."""
         if self._decoding is None:
             return self._core.read_model(given(file))
-        return read_step(self._openvino.Core(), given(file))
+        return read_step(openvino.Core(), given(file))
 
     def _run_once(self, compiled: _Compiled) -> None:
-        """Run the model for all shapes with every dim that may be two set to two.
+        """Run the model for all shapes with every size that may be two set to two, others to the nearest allowed.
 
         If the first run of a compiled model has one query and one key, OpenVINO 2026.4's kernel of attention without a
         mask is wrong by factors in later runs with more.
         """
-        arrays = []
-        for spec in self._inputs:
-            shape = [_two(dim) if isinstance(dim, DimSpec) else dim for dim in spec.dims]
-            arrays.append(np.full(shape, spec.low or 1, spec.dtype))
+        low, high = (sizes_at(self._inputs, bound) for bound in ("min", "max"))
+        sizes = {symbol: min(max(2, low[symbol]), high[symbol]) for symbol in low}
+        arrays = [np.full(shape_of(spec, sizes), spec.low or 1, spec.dtype) for spec in self._inputs]
         try:
             compiled.run(arrays, [None] * len(self._outputs))
         except RuntimeError:  # it may run at other sizes
@@ -254,29 +245,22 @@ class OpenVino:
         swaps_apart(model)
         compiled = self._core.compile_model(model, "CPU", self._properties)
         names = [spec.name for spec in self._inputs], [spec.name for spec in self._outputs]
-        return _Compiled(self._openvino, compiled, names[0], names[1], self._contexts)
+        return _Compiled(compiled, names[0], names[1], self._contexts)
 
 
 class _Compiled:
     """A compiled model, and the pool of OpenVINO's requests that run it."""
 
-    def __init__(
-        self, openvino: Any, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int
-    ) -> None:
-        self._openvino, self._inputs, self._outputs = openvino, inputs, outputs
+    def __init__(self, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int) -> None:
+        self._inputs, self._outputs = inputs, outputs
         self._new_request: Callable[[], Any] = compiled.create_infer_request
-        self._requests: Pool[Any] = Pool(self._new_request, contexts)
+        self.requests: Pool[Any] = Pool(self._new_request, contexts)
         self._taken = {name for port in compiled.inputs for name in port.get_names()}  # it may drop unused inputs
-
-    @property
-    def made(self) -> int:
-        """Number of requests."""
-        return self._requests.made
 
     def run(self, arrays: Sequence[Array], targets: Sequence[Array | None]) -> list[Array]:
         # OpenVINO refuses memory that is not writable, and keeps no reference to an array that it reads: this list does
         arrays = [array if array.flags.writeable else array.copy() for array in arrays]
-        with self._requests.borrow() as request:
+        with self.requests.borrow() as request:
             for name, array in zip(self._inputs, arrays, strict=True):
                 if name in self._taken:
                     request.set_tensor(name, self._tensor(array))
@@ -300,14 +284,8 @@ class _Compiled:
     def _tensor(self, array: Array) -> Any:
         """A tensor on the array's memory, which must be writable."""
         if array.dtype == BFLOAT16:
-            return self._openvino.Tensor(array.view(np.uint16), list(array.shape), self._openvino.Type.bf16)
-        return self._openvino.Tensor(array, shared_memory=True)
-
-
-def _two(dim: DimSpec) -> int:
-    """The size of a dynamic dim whose symbol is two, or the nearest allowed size."""
-    least, most = (dim.factor if end is None else end for end in (dim.min, dim.max))
-    return min(max(2 * dim.factor, least), most)
+            return openvino.Tensor(array.view(np.uint16), list(array.shape), openvino.Type.bf16)
+        return openvino.Tensor(array, shared_memory=True)
 
 
 def _copied(tensor: Any) -> Array:
@@ -318,12 +296,12 @@ def _copied(tensor: Any) -> Array:
 
 
 def _precision(core: Any, manifest: Manifest) -> str:
-    """The type that OpenVINO should compute in: the bundle's 16-bit type if it is in `CAPABILITIES` and the processor
-    has it, otherwise fp32, which is never less exact. For a bundle that chose its precisions it is fp32, because
-    OpenVINO would make all of it 16-bit."""
-    if manifest.mixed is not None or manifest.precision not in CAPABILITIES:
+    """The type that OpenVINO should compute in: the bundle's 16-bit type if it is in `OPENVINO_TYPES` and the
+    processor has it, otherwise fp32, which is never less exact. For a bundle that chose its precisions it is fp32,
+    because OpenVINO would make all of it 16-bit."""
+    if manifest.mixed is not None or manifest.precision not in OPENVINO_TYPES:
         return "f32"
-    capability, hint = CAPABILITIES[manifest.precision]
+    capability, hint = OPENVINO_TYPES[manifest.precision]
     with suppress(RuntimeError):
         if capability in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             return hint

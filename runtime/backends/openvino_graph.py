@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 import numpy as np
+import openvino
+from openvino import opset13 as ops
 
 from attnforge.arrays import Array
 from attnforge.machine import this_machine
@@ -40,8 +42,6 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
 def rows_first(model: Any) -> None:
     """Look up rows of 8-bit tables before they are dequantised; otherwise OpenVINO would dequantise the whole table on
     every call."""
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Gather" or _value(node.input_value(2)) != 0:
             continue
@@ -61,8 +61,6 @@ def rows_first(model: Any) -> None:
 
 def weights_in_fp32(model: Any) -> None:
     """Dequantise 8-bit weights, so that OpenVINO multiplies in fp32 what its integer products would saturate."""
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         scaled = node.input_value(1).get_node() if node.get_type_name() == "MatMul" else None
         if scaled is None or scaled.get_type_name() != "Multiply":
@@ -106,8 +104,6 @@ def heads_first(model: Any) -> None:
     OpenVINO fuses a transpose into the attention before or after it. If a dim is added or removed between the two, the
     transpose is a separate pass over memory.
     """
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         if node.get_type_name() == "Unsqueeze" and _numbers(node) == [0]:
             inner = node.input_value(0).get_node()
@@ -127,8 +123,6 @@ def zeros_without_keys(model: Any) -> None:
     OpenVINO reads Attention as products whose NaN become zeros. In 16 bits its softmax over nothing is not NaN, and a
     NaN in the model's input would be lost.
     """
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Select":
             continue
@@ -146,8 +140,6 @@ def zeros_without_keys(model: Any) -> None:
 def as_products(model: Any) -> None:
     """Decompose attention into products and a softmax, which OpenVINO compiles into one kernel with the transposes
     before and after it. Causal attention, and attention whose scale is not known, stays one operator."""
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         if node.get_type_name() != "ScaledDotProductAttention" or node.get_attributes().get("causal"):
             continue
@@ -171,8 +163,6 @@ def swaps_apart(model: Any) -> None:
     If all shapes are static, OpenVINO 2026.4 fuses the transpose of queries, attention and what follows it element by
     element, such as zeros in fully masked rows or a gate, into one kernel. With as many queries as heads, it is wrong.
     """
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         order = _order(node)
         if order not in ([0, 2, 1, 3], [1, 0, 2]) or not (shape := node.get_input_partial_shape(0)).is_static:
@@ -190,9 +180,6 @@ def widened(model: Any) -> Any:
     OpenVINO computes in the type of its INFERENCE_PRECISION_HINT. 16-bit types in the graph make it also round numbers
     that a kernel keeps in registers, which takes time and loses precision.
     """
-    import openvino
-    from openvino import opset13 as ops
-
     inputs, outputs = ([port.get_element_type() for port in ports] for ports in (model.inputs, model.outputs))
     for node in model.get_ordered_ops():
         if not node.get_output_size() or _kind(node.output(0)) not in NARROW:
@@ -247,8 +234,6 @@ def _under_batch(order: list[int]) -> Array:
 
 def _constant(value: float, kind: str) -> Any:
     """A number of a type; OpenVINO cannot create an infinite 16-bit constant, but can convert one."""
-    from openvino import opset13 as ops
-
     return ops.convert(ops.constant(np.float32(value)), kind)
 
 

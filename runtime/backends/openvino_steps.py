@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from openvino import opset15
+from openvino.frontend.onnx import ConversionExtension
 
 from attnforge.arrays import Array
 from attnforge.bundle import NEXT
+
+ops: Any = opset15
 
 
 def read_step(core: Any, model: Any) -> Any:
@@ -22,8 +26,6 @@ def read_step(core: Any, model: Any) -> Any:
         core: an `openvino.Core` that reads no other model.
         model: the canonical graph: a file, or its content.
     """
-    from openvino.frontend.onnx import ConversionExtension
-
     step = _StepConversion()
     for name, write in (("TensorScatter", step.scattered), ("Attention", step.attended)):
         core.add_extension(ConversionExtension(name, write))
@@ -53,9 +55,6 @@ class _StepConversion:
     new rows, without knowing their order: the mask of their positions is rearranged with them."""
 
     def __init__(self) -> None:
-        from openvino import opset15
-
-        self._ops: Any = opset15
         self._past: Any = None
         self._most: Any = None
         self._new: Any = None
@@ -63,7 +62,6 @@ class _StepConversion:
 
     def scattered(self, node: Any) -> Any:
         """The filled part of a cache `(batch, heads, capacity, size)`, followed by the new rows."""
-        ops = self._ops
         cache, new, past = (node.get_input(i) for i in range(3))
         rows = ops.range(_ints(0), ops.gather(ops.shape_of(new, "i64"), _ints(2), _ints(0)), _ints(1), "i64")
         self._slots = cache.get_partial_shape()[2].get_length()
@@ -75,7 +73,6 @@ class _StepConversion:
     def _seen(self, mask: Any) -> Any:
         """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows. Before
         them stay columns for attention sinks."""
-        ops = self._ops
         count = mask.get_partial_shape()[3].get_length() - self._slots
         sinks = []
         if count:
@@ -92,7 +89,6 @@ class _StepConversion:
 
     def attended(self, node: Any) -> Any:
         """Attention of `(batch, heads, tokens, size)`. Queries that share keys are rows of one head."""
-        ops = self._ops
         query, key, value, mask = (node.get_input(i) for i in range(4))
         _, shared, _, size = (dim.get_length() if dim.is_static else 0 for dim in key.get_partial_shape())
         shape = ops.shape_of(query, "i64")
@@ -115,7 +111,6 @@ class _StepConversion:
         ).outputs()
 
     def _capped(self, query: Any, key: Any, value: Any, mask: Any, scale: Any, cap: float) -> Any:
-        ops = self._ops
         scores = ops.multiply(ops.matmul(query, key, False, True), scale)
         limit, hidden = (ops.convert_like(ops.constant(x, np.float32), scores) for x in (cap, -np.inf))
         scores = ops.multiply(ops.tanh(ops.divide(scores, limit)), limit)
@@ -128,6 +123,4 @@ def _is_boolean(mask: Any) -> bool:
 
 
 def _ints(numbers: int | list[int]) -> Any:
-    from openvino import opset15
-
-    return opset15.constant(numbers, np.int64)
+    return ops.constant(numbers, np.int64)

@@ -14,8 +14,8 @@ import numpy as np
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Bundle
 from attnforge.errors import UnavailableError, first_line
+from attnforge.runtime.backends.backend import OPENVINO_TYPES
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime
-from attnforge.runtime.backends.openvino import CAPABILITIES
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.session import Session, load
 
@@ -115,7 +115,7 @@ def openvino_request(
     if precision == "fp16":
         raise UnavailableError("OpenVINO's fp16 is wrong on some processors")
     core: Any = openvino.Core()
-    ability, hint = CAPABILITIES.get(precision, ("FP32", "f32"))
+    ability, hint = OPENVINO_TYPES.get(precision, ("FP32", "f32"))
     if ability not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise UnavailableError(f"OpenVINO has no {ability} arithmetic on this processor")
     graph = core.read_model(model)

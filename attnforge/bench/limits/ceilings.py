@@ -18,8 +18,8 @@ from attnforge.bench.contenders.engines import openvino_request, product_of
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.limits import FEWEST_RUNS, Ceilings, best_rate
 from attnforge.errors import UnavailableError, UnknownNameError
+from attnforge.runtime.backends.backend import OPENVINO_TYPES
 from attnforge.runtime.backends.onnxruntime import session_options
-from attnforge.runtime.backends.openvino import CAPABILITIES
 from attnforge.runtime.options import check_threads
 from attnforge.runtime.race import seconds_of
 
@@ -124,7 +124,7 @@ def _by_onnxruntime(precision: str, size: int, threads: int) -> Product | None:
 
 def _by_openvino(precision: str, size: int, threads: int) -> Product | None:
     """Return OpenVINO's product, in fp32 and the 16-bit types that it supports on this processor."""
-    if precision not in ("fp32", *CAPABILITIES):
+    if precision not in ("fp32", *OPENVINO_TYPES):
         return None
     try:
         request = openvino_request(product_of(size), precision, threads)
