@@ -22,6 +22,7 @@ from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
 from attnforge.errors import CaptureError, UsageError, first_line, raised_as
 from attnforge.precision import Precision, precision_named
+from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
@@ -248,7 +249,7 @@ def output_names(result: Any) -> list[str]:
     return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
 
 
-class Eager:
+class Eager(Backend):
     """The eager backend: a copy of the module in eval mode, its weights in the bundle's dtype.
 
     Args:
@@ -260,7 +261,6 @@ class Eager:
     """
 
     name = "eager"
-    gpu = None
 
     def __init__(self, bundle: Bundle, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
@@ -277,8 +277,6 @@ class Eager:
     def memory(self) -> Memory:
         tensors = [*self._module.parameters(), *self._module.buffers()]
         return Memory(weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-
-    def keep(self) -> None: ...
 
     def close(self) -> None:
         del self._module

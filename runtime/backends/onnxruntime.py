@@ -17,7 +17,7 @@ from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
 from attnforge.memory import available
-from attnforge.runtime.backends.backend import Registered
+from attnforge.runtime.backends.backend import Backend, Registered
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -60,7 +60,23 @@ def refusals(model: str) -> AbstractContextManager[None]:
     return raised_as(UnavailableError, f"ONNX Runtime cannot open {model}", passing=(OSError,))
 
 
-class OnnxRuntime:
+class WithSession:
+    """A backend's session of ONNX Runtime, until it is closed."""
+
+    _session: Any
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """The type of an input in the model."""
+        types = {value.name: value.type for value in self._open().get_inputs()}
+        return np.dtype(DTYPES[types[name]])
+
+    def _open(self) -> Any:
+        if self._session is None:
+            raise UsageError("the session was closed; load the bundle again")
+        return self._session
+
+
+class OnnxRuntime(WithSession, Backend):
     """An ONNX model in a session of ONNX Runtime on the CPU. Any number of threads may run it at once.
 
     Args:
@@ -72,7 +88,6 @@ class OnnxRuntime:
         settings: the settings with which the model was measured to run fastest here.
     """
 
-    gpu = None
     new_cache, free_bytes = staticmethod(np.zeros), staticmethod(available)
 
     def __init__(
@@ -85,7 +100,7 @@ class OnnxRuntime:
         settings: SessionSettings | None = None,
     ) -> None:
         self.name = name
-        self._session: Any = ort.InferenceSession(
+        self._session = ort.InferenceSession(
             given(model), session_options(threads, settings), providers=["CPUExecutionProvider"]
         )
         self._inputs = [spec.name for spec in inputs]
@@ -133,28 +148,11 @@ class OnnxRuntime:
 
         return run
 
-    def dtype_of(self, name: str) -> np.dtype[Any]:
-        """The type of an input in the model."""
-        return dtype_in(self._open(), name)
-
-    def _open(self) -> Any:
-        if self._session is None:
-            raise UsageError("the session was closed; load the bundle again")
-        return self._session
-
     def memory(self) -> Memory:
         return Memory(weights=self._weights)
 
-    def keep(self) -> None: ...
-
     def close(self) -> None:
         self._session = None
-
-
-def dtype_in(session: Any, name: str) -> np.dtype[Any]:
-    """The type of an input in a session's model."""
-    types = {value.name: value.type for value in session.get_inputs()}
-    return np.dtype(DTYPES[types[name]])
 
 
 def session_options(threads: int | None = None, settings: SessionSettings | None = None) -> Any:

@@ -21,9 +21,9 @@ from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.backends.onnxruntime import (
     BFLOAT16_ONNX,
+    WithSession,
     bind_host,
     bind_host_input,
-    dtype_in,
     given,
     refusals,
     session_options,
@@ -43,7 +43,7 @@ NO_GRAPH = "-1"
 """The `gpu_graph_id` of a run that is neither captured nor replayed."""
 
 
-class OnnxRuntimeGpu:
+class OnnxRuntimeGpu(WithSession):
     """The bundle's ONNX Runtime model on CUDA, or its TensorRT model under ONNX Runtime's TensorRT provider.
 
     One run is enqueued at a time, on the session's own stream, which waits for the caller's.
@@ -79,7 +79,7 @@ class OnnxRuntimeGpu:
             # a separate stream: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
             providers = provider_options(bundle, row.name, options, int(self._stream.handle))
-            self._session: Any = ort.InferenceSession(
+            self._session = ort.InferenceSession(
                 given(bundle.model(file)),
                 session_options(options.threads),
                 providers=[*providers, "CPUExecutionProvider"],
@@ -141,10 +141,6 @@ class OnnxRuntimeGpu:
 
         return run
 
-    def dtype_of(self, name: str) -> np.dtype[Any]:
-        """The type of an input in the model."""
-        return dtype_in(self._open(), name)
-
     def new_cache(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceCache:
         """A cache of zeros on the device."""
         return DeviceCache(self.gpu, shape, dtype)
@@ -177,11 +173,6 @@ class OnnxRuntimeGpu:
             self.outputs.clear()
 
     # ---
-
-    def _open(self) -> Any:
-        if self._session is None:
-            raise UsageError("the session was closed; load the bundle again")
-        return self._session
 
     def _binding(self) -> Any:
         return self._open().io_binding()

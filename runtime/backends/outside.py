@@ -23,7 +23,7 @@ import numpy as np
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import RunError, UnavailableError, first_line, raised_as
-from attnforge.runtime.backends.backend import Registered, Target
+from attnforge.runtime.backends.backend import Backend, Registered, Target
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -56,7 +56,7 @@ def installed(taken: Collection[str]) -> dict[str, Target]:
     return targets
 
 
-class Outside:
+class Outside(Backend):
     """A backend that another package adds, in a session.
 
     Args:
@@ -67,8 +67,6 @@ class Outside:
     Raises:
         UnavailableError: the package cannot open the file.
     """
-
-    gpu = None
 
     def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
         assert row.target is not None
@@ -97,8 +95,6 @@ class Outside:
 
     def memory(self) -> Memory:
         return Memory()
-
-    def keep(self) -> None: ...
 
     def close(self) -> None:
         del self._run

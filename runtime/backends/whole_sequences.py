@@ -17,15 +17,13 @@ from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
 
-class WholeSequences:
+class WholeSequences(Backend):
     """A backend of a decoder step that runs whole sequences, each with new caches.
 
     Args:
         backend: the backend of the step.
         manifest: the bundle's manifest.
     """
-
-    gpu = None
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self.name = backend.name
