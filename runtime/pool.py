@@ -24,13 +24,16 @@ class Pool(Generic[T]):
     Args:
         make: makes an item.
         limit: maximum number of items, at least 1; a thread waits while all are lent.
+
+    Attributes:
+        made: number of items.
     """
 
     def __init__(self, make: Callable[[], T], limit: int) -> None:
         self._make, self._limit = make, limit
         self._idle: list[T] = []
         self._all: list[T] = []
-        self._made = 0
+        self.made = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -57,11 +60,6 @@ class Pool(Generic[T]):
         with self._changed:
             return list(self._all)
 
-    @property
-    def made(self) -> int:
-        """The number of items."""
-        return self._made
-
     def close(self, free: Callable[[T], None]) -> None:
         """Free every item, once those that are lent are returned. Threads that wait for an item are refused.
 
@@ -71,23 +69,23 @@ class Pool(Generic[T]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._idle) == self._made)
-            self._idle, self._made = [], 0
+            self._changed.wait_for(lambda: len(self._idle) == self.made)
+            self._idle, self.made = [], 0
             items, self._all = self._all, []
         for item in items:
             free(item)
 
     def _take(self, prefer: Callable[[T], bool]) -> T:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._idle or self._made < self._limit)
+            self._changed.wait_for(lambda: self._closed or self._idle or self.made < self._limit)
             if self._closed:
                 raise UsageError("the session was closed; load the bundle again")
             for i in reversed(range(len(self._idle))):
                 if prefer(self._idle[i]):
                     return self._idle.pop(i)
-            if self._made == self._limit:
+            if self.made == self._limit:
                 return self._idle.pop()
-            self._made += 1
+            self.made += 1
         try:
             item = self._make()
             with self._changed:
@@ -95,7 +93,7 @@ class Pool(Generic[T]):
             return item
         except BaseException:
             with self._changed:
-                self._made -= 1
+                self.made -= 1
                 self._changed.notify()
             raise
 

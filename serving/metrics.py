@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.bundle import DimSpec
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.session import Session
 from attnforge.serving.batching import batch_of
@@ -104,20 +104,14 @@ class Observed:
 
     Attributes:
         session: the Session.
+        inputs, outputs: the Session's.
     """
 
     def __init__(
         self, session: Session, count: Callable[[float | None, int | None, BaseException | None], None]
     ) -> None:
         self.session, self._count = session, count
-
-    @property
-    def inputs(self) -> list[TensorSpec]:
-        return self.session.inputs
-
-    @property
-    def outputs(self) -> list[TensorSpec]:
-        return self.session.outputs
+        self.inputs, self.outputs = session.inputs, session.outputs
 
     def __call__(self, *values: Any, **options: Any) -> Any:
         """See :meth:`attnforge.Session.__call__`."""
