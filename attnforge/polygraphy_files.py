@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from attnforge.arrays import Array
-from attnforge.errors import InputError, first_line, raised_as, shortened
+from attnforge.errors import InputError, raised_as, shortened
 from attnforge.files import open_regular
 from attnforge.input_files import npy
 from attnforge.memory import available
@@ -82,7 +82,7 @@ def read_results(file: Path) -> dict[str, list[Outputs]]:
             pickles.
     """
     where = shortened(str(file))
-    try:
+    with raised_as(InputError, f"{where} cannot be read as Polygraphy results"):
         with open_regular(file, follow=True) as stream:
             size = file.stat().st_size
             if (left := available()) is not None and COPIES * size > left:
@@ -94,10 +94,6 @@ def read_results(file: Path) -> dict[str, list[Outputs]]:
         if data.count(b",") > MOST_VALUES:
             raise InputError(f"{where} has no Polygraphy results: it has more than {MOST_VALUES:,} values")
         document = json.loads(data)
-    except InputError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{where} cannot be read as Polygraphy results: {first_line(error)}") from error
     if not isinstance(document, dict) or document.get(KIND) != "RunResults":
         raise InputError(f"{where} has no Polygraphy results; write them with polygraphy run --save-outputs")
     if not isinstance(document.get("lst"), list):

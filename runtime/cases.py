@@ -17,7 +17,7 @@ import numpy as np
 from attnforge.arrays import Array, pieces
 from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.bundle.fields import LARGEST_SIZE
-from attnforge.errors import InputError, UnavailableError, UnknownNameError
+from attnforge.errors import InputError, UnavailableError, check_known
 from attnforge.memory import available
 
 SAMPLED = 32_768
@@ -261,8 +261,8 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
         InputError: a size that is not an integer.
     """
     example = next(case for case in cases(inputs) if case.kind == "normal")
-    if unknown := [name for name in sizes if name not in example.sizes]:
-        raise UnknownNameError("dim", unknown[0], example.sizes)
+    for name in sizes:
+        check_known("dim", name, example.sizes)
     if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or not 0 <= size <= LARGEST_SIZE]:
         raise InputError(f"the size of {wrong[0]} is {sizes[wrong[0]]!r}; give an integer from 0 to {LARGEST_SIZE:,}")
     return Case(name="at", sizes={**example.sizes, **sizes}, kind="normal", seed=1)

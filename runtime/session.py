@@ -24,8 +24,8 @@ from attnforge.errors import (
     ReplacedError,
     RunError,
     UnavailableError,
-    UnknownNameError,
     UsageError,
+    check_known,
     first_line,
 )
 from attnforge.keywords import guessable
@@ -431,8 +431,8 @@ class Session:
         return gpu.call(cast(gpu.GpuBackend, self._backend), specs, values, out or {}, stream, self._shapes)
 
     def _check_names(self, out: Mapping[str, Any]) -> None:
-        if unknown := [name for name in out if name not in self._names]:
-            raise UnknownNameError("output", unknown[0], self._names)
+        for name in out:
+            check_known("output", name, self._names)
 
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -494,8 +494,7 @@ def load(
         UsageError: no such device, or fewer than one context.
         UnavailableError: this machine or this bundle cannot run it; says what would work.
     """
-    if backend not in NAMES:
-        raise UnknownNameError("backend", backend, NAMES)
+    check_known("backend", backend, NAMES)
     options = Options(threads, whole("device", device), contexts, graphs, cache)
     for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
         with suppress(ReplacedError):  # the next attempt reads the new one

@@ -10,7 +10,7 @@ import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import UsageError, check_known
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 
@@ -208,8 +208,7 @@ def metric_named(metric: str | Metric, labelled: bool) -> Metric:
     """
     if not isinstance(metric, str):
         return metric
-    if metric not in METRICS:
-        raise UnknownNameError("metric", metric, METRICS)
+    check_known("metric", metric, METRICS)
     if metric == "accuracy" and not labelled:
         raise UsageError("accuracy needs labels; give them to deploy(…, data=…, labels=…)")
     return METRICS[metric]

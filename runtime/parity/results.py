@@ -9,7 +9,7 @@ import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import Bundle, TensorSpec, Trusted, open_bundle
-from attnforge.errors import InputError, UnknownNameError, shortened
+from attnforge.errors import InputError, check_known, shortened
 from attnforge.polygraphy_files import Outputs, array_of, read_results
 from attnforge.runtime.backends.registry import BACKENDS
 from attnforge.runtime.parity.metrics import Metric, chosen_metric
@@ -45,8 +45,8 @@ def verify_results(
         UnknownNameError: no such backend.
     """
     opened = open_bundle(bundle, trusted=trusted)
-    if backend is not None and backend not in BACKENDS:
-        raise UnknownNameError("backend", backend, BACKENDS)
+    if backend is not None:
+        check_known("backend", backend, BACKENDS)
     file, manifest = Path(results), opened.manifest
     runs = read_results(file)
     if not any(runs.values()):

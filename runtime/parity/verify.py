@@ -29,7 +29,7 @@ from attnforge.bundle import (
     unlisted_text,
     used,
 )
-from attnforge.errors import BundleError, DeviceError, RunError, UnavailableError, UnknownNameError
+from attnforge.errors import BundleError, DeviceError, RunError, UnavailableError, check_known
 from attnforge.keywords import guessable
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
@@ -194,8 +194,7 @@ def verify(
     """
     opened = open_bundle(bundle, trusted=trusted)
     for name in backends or ():
-        if name not in (*BACKENDS, "eager"):
-            raise UnknownNameError("backend", name, (*BACKENDS, "eager"))
+        check_known("backend", name, (*BACKENDS, "eager"))
     scores = chosen_metric(opened, metric, least)
     skipped = _skipped(opened) if backends is None else {}
     wanted = list(backends or BACKENDS) + (["eager"] if module is not None and not backends else [])

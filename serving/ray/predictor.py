@@ -9,7 +9,7 @@ import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.bundle import DimSpec, TensorSpec
-from attnforge.errors import InputError, UnknownNameError, UsageError
+from attnforge.errors import InputError, UsageError, check_known
 from attnforge.serving.batching import Runs, leading_dim, why_not_apart
 from attnforge.serving.ray.handle import Handle
 from attnforge.serving.ray.metrics import observed
@@ -101,8 +101,8 @@ class Predictor:
 def _names(kind: str, specs: Sequence[TensorSpec], given: Mapping[str, str] | None) -> dict[str, str]:
     """Return the column of every input or output."""
     known = [spec.name for spec in specs]
-    if unknown := [name for name in given or {} if name not in known]:
-        raise UnknownNameError(kind, unknown[0], known)
+    for name in given or {}:
+        check_known(kind, name, known)
     return {name: (given or {}).get(name, name) for name in known}
 
 

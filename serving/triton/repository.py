@@ -24,7 +24,7 @@ from attnforge.arrays import Array
 from attnforge.atomic import new_folder, rename_new
 from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted, place_of
 from attnforge.bundle.output import copy, copy_whole
-from attnforge.errors import AttnforgeError, UnavailableError, UsageError, first_line, shortened
+from attnforge.errors import UnavailableError, UsageError, first_line, raised_as, shortened
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.parity.verify import stored_inputs
@@ -444,7 +444,7 @@ class Repository:
         Raises:
             UsageError: `out` is not a repository, or has this version of a model.
         """
-        try:
+        with raised_as(UsageError, f"{shortened(str(out))} cannot be a repository"):
             target = place_of(out)
             if not os.path.lexists(target):
                 return cls(target, version, {})
@@ -461,10 +461,6 @@ class Repository:
                     existing[name] = file.read_text(encoding="utf-8")
                 elif os.path.lexists(target / name):
                     raise UsageError(f"{target / name} has no {CONFIG} to compare with; choose another --name")
-        except (OSError, RuntimeError, ValueError) as error:
-            if isinstance(error, AttnforgeError):
-                raise
-            raise UsageError(f"{shortened(str(out))} cannot be a repository: {first_line(error)}") from error
         return cls(target, version, existing)
 
     def check_alike(self, plan: Planned) -> None:
