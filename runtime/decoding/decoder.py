@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from attnforge.arrays import Array, is_torch, to_numpy, to_torch
-from attnforge.bundle import NEXT, Decoding, DimSpec, Manifest, TensorSpec
-from attnforge.errors import DeviceError, InputError, RunError, UnavailableError, UsageError, first_line, raised_as
+from attnforge.bundle import NEXT, Decoding, Manifest, TensorSpec
+from attnforge.errors import DeviceError, InputError, RunError, UnavailableError, UsageError, raised_as
 from attnforge.numbers import whole
 from attnforge.runtime.inputs import check_index, writable
 
@@ -68,14 +68,12 @@ class StepSpec:
     @property
     def longest(self) -> int:
         """Maximum number of tokens in one run."""
-        count = self.tokens.dims[1]
-        return count.max or 1 if isinstance(count, DimSpec) else count
+        return self.tokens.range_of(1)[1]
 
     @property
     def most_samples(self) -> int:
         """Maximum number of samples in one run."""
-        batch = self.tokens.dims[0]
-        return batch.max or 1 if isinstance(batch, DimSpec) else batch
+        return self.tokens.range_of(0)[1]
 
     def of_token(self, spec: TensorSpec) -> tuple[int, ...]:
         """The dims of one token in an input or output."""
@@ -410,12 +408,8 @@ def _as_array(name: str, value: Any) -> Array:
     """Convert an array, or numbers in lists, to a NumPy array."""
     if hasattr(value, "__dlpack__"):
         return to_numpy(name, value)
-    try:
+    with raised_as(InputError, f"{name} cannot be converted to an array", "; give rows of one length"):
         return np.asarray(value)
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{name} cannot be converted to an array: {first_line(error)}; give rows of one length"
-        ) from error
 
 
 def _fixed(spec: TensorSpec) -> tuple[int, ...]:
