@@ -35,6 +35,7 @@ from attnforge.export.sources.named import check_trusted
 from attnforge.memory import resident
 from attnforge.runtime.backends.eager import run, torch_dtype
 from attnforge.runtime.backends.registry import ON_GPU, STEPPING
+from attnforge.runtime.decoding.decoder import StepSpec
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of
 
@@ -85,8 +86,7 @@ def measure_decoding(
         raise UsageError(
             f"{manifest.name} has no cache, so there is no step to time; deploy it with cache_tokens=… (--cache-tokens)"
         )
-    spec = manifest.graph_inputs[0]
-    _, most = spec.range_of(0)
+    most = StepSpec.of(manifest).most_samples
     if not 1 <= batch <= most:
         raise UsageError(f"{batch} samples were asked for; the bundle takes 1 to {most}")
     in_torch = any(DECODING_PEERS[name].engine == "torch" for name in experiment.against)
@@ -94,6 +94,7 @@ def measure_decoding(
         check_trusted(manifest.source, experiment.trust_source)
     contexts = _fitting("contexts", contexts, CONTEXTS, decoding.places - STEPS - 1, decoding.places)
     prompts = _fitting("prompts", prompts, PROMPTS, decoding.places, decoding.places)
+    spec = manifest.graph_inputs[0]
     if decoding.vocabulary is None or len(spec.dims) != 2:
         raise UsageError(f"{spec.name} is {spec.text()}, not token ids; --decode measures models of token ids only")
     run_of = new_run(command, experiment.threads)
