@@ -78,6 +78,7 @@ def _emit(op: Builder, reading: Reading, name: str) -> ir.Value:
         op, name, reading.query, reading.key, reading.value, _joined(op, masks),
         scale=reading.scale, is_causal=plain_causal, softcap=reading.softcap,
         softmax_precision=reading.softmax_precision,
+        silent_rows_are_nan=reading.silent_rows_are_nan and bool(masks),
     )  # fmt: skip
     return merged_heads(op, result) if reading.packed_output else result
 

@@ -76,7 +76,9 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
     is_causal = bool(node.attributes.get_int("unidirectional", 0))
     if is_causal and past_key is None and sizes_of(query)[2] != sizes_of(key)[2]:
         raise NotAttention("a causal MultiHeadAttention with different numbers of keys and queries, without a past")
-    reading = Reading(query, key, value, scale_of(node, query), is_causal=is_causal)
+    reading = Reading(
+        query, key, value, scale_of(node, query), is_causal=is_causal, silent_rows_are_nan=added is not None
+    )
     reading = _with_past(op, node, reading, past_key, past_value)
     reading = reading.masked(*_padding_mask(op, node, query, reading.key, padding))
     return reading if added is None else reading.masked(_on_four_dims(op, added, reading.key))
@@ -99,7 +101,9 @@ def _packed_attention(op: Builder, node: ir.Node) -> Reading:
     if past is not None or (len(node.outputs) > 1 and is_used(node.outputs[1])):
         raise NotAttention("a com.microsoft Attention with a cache of keys and values in one tensor")
     is_causal = bool(node.attributes.get_int("unidirectional", 0))
-    reading = Reading(query, key, value, scale_of(node, query), is_causal=is_causal)
+    reading = Reading(
+        query, key, value, scale_of(node, query), is_causal=is_causal, silent_rows_are_nan=added is not None
+    )
     reading = reading.masked(*_padding_mask(op, node, query, reading.key, padding))
     return reading if added is None else reading.masked(_on_four_dims(op, added, key))
 
@@ -138,7 +142,7 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
         query, key, value, scale_of(node, query), is_causal=True, offset=offset,
         window=(window - 1 if window >= 0 else -1, -1), softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
         in_buffer=past_key is not None or any(is_used(output) for output in node.outputs[1:]), sinks=sinks,
-        present=present,
+        present=present, silent_rows_are_nan=added is not None,
     )  # fmt: skip
     if length is not None:
         reading = reading.masked(_within(op, length, key))

@@ -56,6 +56,17 @@ def check_files(model: onnx.ModelProto, folder: Path) -> None:
                 ) from error
 
 
+def check_initializers(graph: onnx.GraphProto) -> None:
+    """Check that a name has one initializer; of several, libraries use different ones.
+
+    Raises:
+        UsageError: a name has more.
+    """
+    (name, count), *_ = Counter(tensor.name for tensor in graph.initializer).most_common(1) or [("", 1)]
+    if count > 1:
+        raise UsageError(f"the graph has {count} initializers named {name!r}; export it again, with one for each name")
+
+
 def check(model: ir.Model) -> None:
     """Check a graph as it is in its file, before its functions are inlined.
 

@@ -26,7 +26,14 @@ from attnforge.errors import CaptureError, UsageError, raised_as
 from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import check, check_certain, check_files, check_growth, tensors
+from attnforge.export.sources.onnx_check import (
+    check,
+    check_certain,
+    check_files,
+    check_growth,
+    check_initializers,
+    tensors,
+)
 from attnforge.export.sources.original import Original, as_standard, has_scores, is_unlike_standard
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
@@ -145,6 +152,7 @@ def _read(file: Path) -> ir.Model:
     with raised_as(UsageError, f"{file} cannot be read as an ONNX model"):
         proto = onnx.load(file, load_external_data=False)
         check_files(proto, file.parent)
+        check_initializers(proto.graph)
         model = ir.from_proto(proto)
     if not model.graph.outputs or not model.opset_imports:
         raise UsageError(f"{file} cannot be read as an ONNX model: it has no outputs")
@@ -169,12 +177,16 @@ _QUANTIZED = (
 )
 """Prefixes of the names of operators on quantized numbers."""
 
+KNOWN_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc", "ai.onnx.preview")
+"""Domains of operators that ONNX Runtime has."""
+
 
 def _refuse(model: ir.Model) -> None:
-    """Refuse a graph that is quantized, not a function of its inputs alone, or has nested graphs.
+    """Refuse a graph that is quantized, not a function of its inputs alone, has nested graphs, or operators of unknown
+    domains.
 
     Raises:
-        UsageError: it has quantized numbers, random numbers or control flow.
+        UsageError: it does.
     """
     for node in model.graph:
         if node.op_type.startswith(_QUANTIZED):
@@ -183,6 +195,11 @@ def _refuse(model: ir.Model) -> None:
                 "give the graph as it was before it was quantized"
             )
         check_certain(node)
+        if node.domain not in KNOWN_DOMAINS:
+            raise UsageError(
+                f"the graph has {node.domain}::{node.op_type} ({node.name}), an operator of neither ONNX nor ONNX "
+                "Runtime; export it with standard ones, or add a function that defines it"
+            )
         if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
             raise UsageError(
                 f"the graph has {node.op_type} ({node.name}), whose branches or bodies are nested graphs; export it "
@@ -203,6 +220,8 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
     for value in model.graph.inputs:
         if value.shape is None or value.dtype is None:
             raise UsageError(f"input {value.name!r} of {file} has no shape; export it with one")
+        if value.dtype == ir.DataType.STRING:
+            raise UsageError(f"input {value.name!r} of {file} takes strings; give a graph that takes their token ids")
         dims: list[int | ir.SymbolicDim] = []
         for i, dim in enumerate(value.shape):
             if isinstance(dim, int) and dim > 0:
@@ -251,7 +270,7 @@ def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any]
         return make_inputs(Case(name="example", sizes=sizes, kind="normal", seed=0), inputs, {})
     if not isinstance(values, Mapping):
         values = dict(zip((spec.name for spec in inputs), values, strict=False))
-    if (names := [spec.name for spec in inputs]) != list(values):
+    if sorted(names := [spec.name for spec in inputs]) != sorted(map(str, values)):
         raise CaptureError(f"the example has {', '.join(values) or 'no inputs'}; the graph takes {', '.join(names)}")
     example: dict[str, Array] = {}
     for spec in inputs:

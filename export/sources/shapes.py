@@ -52,6 +52,10 @@ def fold(model: ir.Model, floats: bool = True) -> None:
 
     with quiet():
         optimizer.fold_constants(model, onnx_shape_inference=False, should_fold=should_fold)
+    if (model.opset_imports.get("") or OPSET) < 18:
+        for node in model.graph:
+            if node.op_type == "Split":  # folding writes a SplitToSequence as a Split of any opset
+                node.attributes.pop("num_outputs", None)
     # ONNX Runtime's inference does not read integers in an attribute of a Constant.
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.IdentityEliminationPass()(model)

@@ -78,6 +78,25 @@ def add_constant(file: Path, tensor: TensorProto, of: str) -> None:
     file.write_bytes(model.SerializeToString())
 
 
+def test_initializers_of_one_name(tmp_path: Path) -> None:
+    """ONNX Runtime and onnx_ir use different ones."""
+    file = saved(tmp_path, [node("Add", "x", "c")])
+    for number in (1.0, 2.0):
+        add_constant(file, helper.make_tensor("c", FLOAT, [1], [number]), "initializer")
+    refused(file, "2 initializers named 'c'")
+
+
+def test_operators_of_unknown_domains(tmp_path: Path) -> None:
+    unknown = helper.make_node("Attend", ["x"], ["y"], domain="own")
+    refused(saved(tmp_path, [unknown]), "own::Attend .*, an operator of neither ONNX nor ONNX Runtime")
+
+
+def test_an_input_of_strings(tmp_path: Path) -> None:
+    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x, string[2] s) => (float[2] y) { y = Relu(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    refused(tmp_path / "model.onnx", "input 's' of model.onnx takes strings; give a graph that takes their token ids")
+
+
 @pytest.fixture(params=["elsewhere", "here"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a model; also the current folder, where the model's path has no folder."""

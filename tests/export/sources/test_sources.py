@@ -23,7 +23,7 @@ from torch.export import Dim
 import attnforge
 from attnforge.arrays import Array, to_numpy
 from attnforge.cli import main
-from attnforge.errors import AttnforgeError, BuildError, UsageError
+from attnforge.errors import AttnforgeError, BuildError, CaptureError, UsageError
 from attnforge.export.graphs.execute import as_it_is, at_own_precision
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.lowering.onnxruntime import lower
@@ -436,6 +436,29 @@ def test_graphs_that_are_random_quantized_or_nested(body: str, words: str, tmp_p
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     with pytest.raises(UsageError, match=words):
         import_graph(tmp_path / "model.onnx")
+
+
+def test_parts_of_a_sequence_below_opset_18(tmp_path: Path) -> None:
+    """torch's older exporter writes chunks as a sequence; a Split that replaces it has no `num_outputs` yet."""
+    text = """<ir_version: 8, opset_import: ["": 17]> graph (float[2, 4] x) => (float[2, 2] y) {
+        size = Constant<value_int = 2>() s = SplitToSequence<axis = 1>(x, size)
+        first = Constant<value_int = 0>() second = Constant<value_int = 1>()
+        a = SequenceAt(s, first) b = SequenceAt(s, second) y = Sub(a, b)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    graph = import_graph(tmp_path / "model.onnx")
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert np.array_equal(graph.eager({"x": x})["y"], np.full((2, 2), -2))
+
+
+def test_an_example_by_name_in_any_order(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["": 17]> graph (float[2] x, float[2] z) => (float[2] y) { y = Sub(x, z) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    example = {"z": np.ones(2, np.float32), "x": np.zeros(2, np.float32)}
+    graph = import_graph(tmp_path / "model.onnx", example=example)
+    assert [*graph.example] == ["x", "z"] and np.array_equal(graph.eager(graph.example)["y"], [-1, -1])
+    with pytest.raises(CaptureError, match="the example has z; the graph takes x, z"):
+        import_graph(tmp_path / "model.onnx", example={"z": example["z"]})
 
 
 @pytest.mark.parametrize(
