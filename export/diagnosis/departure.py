@@ -53,25 +53,37 @@ def departure(source: Captured) -> Wrong | None:
         source: not modified.
     """
     for case in (_small(source), cases(source.inputs)[0]):
-        if (wrong := _departure_at(source, case)) is not None:
-            return wrong
+        with suppress(_NotRunError):
+            if (wrong := _departure_at(source, case)) is not None:
+                return wrong
+            break
     for text, sizes in assumptions(source):
-        if (wrong := _departure_at(source, at(source.inputs, sizes))) is not None:
+        with suppress(_NotRunError):
+            if (wrong := _departure_at(source, at(source.inputs, sizes))) is None:
+                continue
             given = ", ".join(f"{name} {size}" for name, size in sizes.items())
             evidence = f"the module's code branches on sizes, and torch.export assumes {text}: with {given}, "
             return Wrong(cause="export", stage="torch.export", evidence=f"{evidence}{wrong.evidence}")
     return None
 
 
+class _NotRunError(Exception):
+    """The module does not take the sizes of a case, or memory is short."""
+
+
 def _departure_at(source: Captured, case: Case) -> Wrong | None:
-    """The first difference on one case; None also if the module does not take its sizes, or memory is short."""
+    """The first difference on one case.
+
+    Raises:
+        _NotRunError: the case was not run.
+    """
     if not _has_room(source.model, case):
-        return None
+        raise _NotRunError
     inputs = make_inputs(case, source.inputs, source.example)
     try:
         eager, exact = source.eager(inputs), Float64(source.module)(inputs)  # whose widened weights are not kept
-    except CaptureError:  # integers that small sizes do not support; then the example is used
-        return None
+    except CaptureError as error:  # integers that small sizes do not support; then the example is used
+        raise _NotRunError from error
     truth = {name: to_numpy(name, value) for name, value in exact.items()}
     given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     try:

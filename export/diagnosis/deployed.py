@@ -47,7 +47,8 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         save(model, path / changed.model)
         if target in FLAVOURS:
             manifest = bundle.manifest
-            plan = engine.build(path / changed.model, target, manifest.inputs, manifest.precision, ("CURRENT",))
+            of_this = ("CURRENT",) if target == "tensorrt_rtx" else ()  # TensorRT builds for no other device
+            plan = engine.build(path / changed.model, target, manifest.inputs, manifest.precision, of_this)
             file = path / "engine.plan"
             file.write_bytes(plan.data)
             changed.engines = [plan.record(file.name, target, record.engines[0].compute_capabilities, sha256(file))]

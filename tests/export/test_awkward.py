@@ -187,13 +187,15 @@ def test_a_module_that_hides_tensors_is_refused_in_one_line(tmp_path: Path) -> N
 class Rotated(nn.Module):
     """Rotary positions from a table of complex numbers, as in Llama's own code."""
 
+    rotations: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         angles = torch.outer(torch.arange(TOKENS), 1e4 ** (-torch.arange(0, DIM, 2) / DIM))
         self.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles))
 
     def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self.rotations).flatten(-2).type_as(x)
 
 
