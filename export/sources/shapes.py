@@ -81,7 +81,8 @@ def infer_shapes(model: ir.Model) -> None:
             except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
-        inferred.update({name: ir.from_proto(v) for name, v in known.items() if v.type.tensor_type.HasField("shape")})
+        shaped = {name: info for name, info in known.items() if info.type.tensor_type.HasField("shape")}
+        inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in shaped.items()})
         return proto
 
     through_onnx(model.clone(), look)

@@ -38,7 +38,7 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     """A copy of `module` in eval mode with its floating-point weights in the precision's dtype, which takes
     keyword-only arguments by position. Parameters that have the dtype already share their memory with the module's;
-    complex ones keep their dtype.
+    complex ones keep their dtype, unlike with `.to(dtype)`.
 
     Raises:
         CaptureError: the module cannot be copied.
@@ -47,9 +47,8 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
     with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
         copied = _copy(module, dtype)
     _take_by_position(copied)
-    for part in copied.modules():  # `.to(dtype)` would make complex buffers real
-        part._buffers.update({name: b if b is None else _to(b, dtype) for name, b in part._buffers.items()})
-    return copied.eval().requires_grad_(False)
+    copied.eval().requires_grad_(False)
+    return copied._apply(lambda tensor: _to(tensor, dtype))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _take_by_position(module: nn.Module) -> None:
