@@ -137,8 +137,9 @@ def products(op: Builder, reading: Reading) -> Products:
         of_keys = like(op.Slice(weights, constant(op, [1]), constant(op, [2**62]), constant(op, [3])), scores)
     output = typed(op.MatMul(of_keys, value), dtype, [*dims[:3], dims_of(value)[3]])
     if (reading.masks or reading.window[0] >= 0) and not reading.silent_rows_are_nan:
-        highest = op.ReduceMax(scores, constant(op, [-1]), keepdims=1)
-        output = like(op.Where(op.Equal(highest, low), constant(op, 0, dtype), output), output)
+        seen = op.Cast(op.Not(op.Equal(scores, low)), to=dtype.value)
+        count = op.ReduceSum(seen, constant(op, [-1]), keepdims=1)  # ReduceMax has other inputs below opset 18
+        output = like(op.Where(op.Equal(count, constant(op, 0, dtype)), constant(op, 0, dtype), output), output)
     return Products(weights, merged_heads(op, output) if reading.packed_output else output)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -71,14 +72,17 @@ def infer_shapes(model: ir.Model) -> None:
         for output in node.outputs:
             output.shape = None
     inferred: dict[str, ir.Value] = {}
+    known: dict[str, onnx.ValueInfoProto] = {}
 
     def look(proto: onnx.ModelProto) -> onnx.ModelProto:
         with quiet():
             try:
-                result = _symbolically(proto)
+                result = _symbolically(proto, known)
             except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
+        shaped = {name: info for name, info in known.items() if info.type.tensor_type.HasField("shape")}
+        inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in shaped.items()})
         return proto
 
     through_onnx(model.clone(), look)
@@ -91,7 +95,22 @@ def infer_shapes(model: ir.Model) -> None:
 
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
-    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape."""
+    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, and with
+    FusedMatMul."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dispatcher_["FusedMatMul"] = self._infer_FusedMatMul
+
+    def _infer_FusedMatMul(self, node: onnx.NodeProto) -> None:
+        attributes = {attribute.name: attribute.i for attribute in node.attribute}
+        left, right = (list(self._get_shape(node, i)) for i in range(2))
+        if min(len(left), len(right)) < 2 or attributes.get("transBatchA") or attributes.get("transBatchB"):
+            return
+        rows, columns = left[-1 if attributes.get("transA") else -2], right[-2 if attributes.get("transB") else -1]
+        shape = [*self._broadcast_shapes(left[:-2], right[:-2]), rows, columns]
+        dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
+        self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
 
     def _infer_ConstantOfShape(self, node: onnx.NodeProto) -> None:
         shape, made = self._get_int_or_float_values(node)[0], self.known_vi_[node.output[0]]
@@ -106,9 +125,13 @@ MOST_ROUNDS = 100
 """Maximum number of inference runs; each follows a merge of sizes that turned out to be equal."""
 
 
-def _symbolically(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _symbolically(proto: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> onnx.ModelProto:
     """Do what `SymbolicShapeInference.infer_shapes` does, with its own steps: that function loops forever if a round
     finds nothing new, and writes a file to the current folder if it gives up.
+
+    Args:
+        proto: the model.
+        known: receives the values whose types and shapes were inferred, also if those of others cannot be.
 
     Raises:
         ValueError: the shape of some value cannot be inferred.
@@ -123,4 +146,6 @@ def _symbolically(proto: onnx.ModelProto) -> onnx.ModelProto:
             return inferred
         if not inference.run_:
             break
+    produced = {name for node in proto.graph.node for name in node.output}
+    known.update({name: value for name, value in inference.known_vi_.items() if name in produced})
     raise ValueError("the shape of some value cannot be inferred")

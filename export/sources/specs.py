@@ -40,7 +40,16 @@ def output_spec(value: ir.Value, inputs: list[TensorSpec]) -> TensorSpec:
         UsageError: the type or shape of the output is not known.
     """
     if value.name is None or value.dtype is None or value.shape is None:
-        raise UsageError(f"the shape of output {value.name!r} cannot be inferred; remove it from the graph's outputs")
+        node = value.producer()
+        while node is not None and (unknown := [v for v in node.inputs if v is not None and v.shape is None]):
+            if (before := unknown[0].producer()) is None:
+                break
+            node = before
+        where = "" if node is None else f", since that of {node.op_type} ({node.name}) is not known"
+        raise UsageError(
+            f"the shape of output {value.name!r} cannot be inferred{where}; export the graph without that operator, or "
+            "remove the output"
+        )
     return spec_of(value, output_dims(value, inputs))
 
 

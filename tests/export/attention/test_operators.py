@@ -159,7 +159,8 @@ WRITTEN = {
         {"num_heads": H}, constants=(1, 2),
     ),
     "projecting, a fully masked row": Written(
-        "Attention", [normal(B, M, 32), normal(32, 3 * H * D) / 6, normal(3 * H * D), None, None, WITHOUT_A_ROW[:, :, :M]],
+        "Attention",
+        [normal(B, M, 32), normal(32, 3 * H * D) / 6, normal(3 * H * D), None, None, WITHOUT_A_ROW[:, :, :M]],
         {"num_heads": H}, constants=(1, 2),
     ),
     "projecting, causal, narrower values": Written(

@@ -451,6 +451,34 @@ def test_parts_of_a_sequence_below_opset_18(tmp_path: Path) -> None:
     assert np.array_equal(graph.eager({"x": x})["y"], np.full((2, 2), -2))
 
 
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("y, a, b = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2, local_window_size=2>(x,x,x,,,n,t)",
+         "GroupQueryAttention"),
+        ("s = com.microsoft.FusedMatMul<transB=1, alpha=0.5>(x, x) w = Softmax(s) y = MatMul(w, x)", "FusedMatMul"),
+    ],
+)  # fmt: skip
+def test_operators_whose_shapes_onnx_does_not_infer(body: str, kind: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> graph (float[batch, 3, 16] x)
+        => (float[batch, 3, 16] y) <int32[1] n = {{2}}, int32 t = {{3}}> {{ {body} }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    graph = import_graph(tmp_path / "model.onnx", {"batch": (1, 1, 1)})
+    assert any(node.op_type == kind for node in graph.model.graph)
+    assert graph.outputs[0].dims == [1, 3, 16]
+    eager, exact = graph.eager(graph.example)["y"], graph.exact(graph.example)["y"]
+    assert relative_error(eager, exact) < 1e-6
+
+
+def test_an_output_whose_shape_is_not_known(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> graph (float[3, 3] x) => (float[3, 3] y) {
+        i = com.microsoft.Inverse(x) y = MatMul(i, x)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    with pytest.raises(UsageError, match=r"'y' cannot be inferred, since that of Inverse .* is not known; export"):
+        import_graph(tmp_path / "model.onnx")
+
+
 def test_an_example_by_name_in_any_order(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["": 17]> graph (float[2] x, float[2] z) => (float[2] y) { y = Sub(x, z) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
