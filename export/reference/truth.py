@@ -25,6 +25,9 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.inputs import shapes_of
 from attnforge.runtime.parity.budget import LEAST_DRAWS, relative_error
 
+SAME = 16
+"""Floors by which eager may differ from itself on one input: its kernels may add in another order the next time."""
+
 
 @dataclass(frozen=True)
 class Data:
@@ -114,7 +117,7 @@ def _check_same(
     for name, array in model.eager(inputs).items():
         for key, again in kept(array, example, reference.key(example, name, "eager")).items():
             first, last = (np.nan_to_num(a.astype(np.float64)) for a in (outputs[key], again))
-            if first.shape != last.shape or relative_error(last, first) > model.precision.floor:
+            if first.shape != last.shape or relative_error(last, first) > SAME * model.precision.floor:
                 raise CaptureError(
                     f"{model.reference} returns a different {name} after other inputs than before them: it draws "
                     "random numbers or keeps state between calls; disable dropout outside training"
