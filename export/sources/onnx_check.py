@@ -182,8 +182,8 @@ def check_growth(model: ir.Model, sizes: Mapping[str, int]) -> None:
 RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 
 
-def check_certain(node: ir.Node) -> None:
-    """Check that an operator draws no random numbers.
+def check_operator(node: ir.Node) -> None:
+    """Check that an operator draws no random numbers and has no nested graphs.
 
     Raises:
         CaptureError: it does.
@@ -193,6 +193,11 @@ def check_certain(node: ir.Node) -> None:
     if node.op_type in RANDOM or (training is not None and (off is None or bool(off.any()))):
         raise CaptureError(
             f"the graph has {node.op_type} ({node.name}), which draws random numbers; export the model in eval mode"
+        )
+    if any(True for _ in _inner(node)):
+        raise CaptureError(
+            f"the graph has {node.op_type} ({node.name}), whose branches or bodies are nested graphs; export it "
+            "without control flow"
         )
 
 

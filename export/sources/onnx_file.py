@@ -28,10 +28,10 @@ from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
 from attnforge.export.sources.onnx_check import (
     check,
-    check_certain,
     check_files,
     check_growth,
     check_initializers,
+    check_operator,
     tensors,
 )
 from attnforge.export.sources.original import Original, as_standard, has_scores, is_unlike_standard
@@ -194,16 +194,11 @@ def _refuse(model: ir.Model) -> None:
                 f"the graph has {node.op_type} ({node.name}), so there is no float64 reference to check it against; "
                 "give the graph as it was before it was quantized"
             )
-        check_certain(node)
+        check_operator(node)
         if node.domain not in KNOWN_DOMAINS:
             raise UsageError(
                 f"the graph has {node.domain}::{node.op_type} ({node.name}), an operator of neither ONNX nor ONNX "
                 "Runtime; export it with standard ones, or add a function that defines it"
-            )
-        if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
-            raise UsageError(
-                f"the graph has {node.op_type} ({node.name}), whose branches or bodies are nested graphs; export it "
-                "without control flow"
             )
 
 

@@ -24,7 +24,7 @@ from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
 from attnforge.export.graphs.nodes import is_op
-from attnforge.export.sources.onnx_check import check_certain
+from attnforge.export.sources.onnx_check import check_operator
 from attnforge.export.sources.programs import computed_by_torch, decomposed, promoted
 from attnforge.export.sources.repair import optimise, repair, share_weights
 from attnforge.export.sources.shapes import OPSET
@@ -152,7 +152,7 @@ def capture(
     for value, name in zip(model.graph.outputs, answers[0], strict=True):
         value.name = name  # a value that is returned twice has the last of its names
     for node in model.graph:
-        check_certain(node)
+        check_operator(node)
     exported = program.exported_program
     assert exported is not None
     _rename_symbols(model, exported, dims)

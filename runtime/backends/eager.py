@@ -239,8 +239,12 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
 def _tensors(result: Any) -> list[Tensor]:
     items = list(result.values()) if isinstance(result, Mapping) else result
     items = [*items] if isinstance(items, tuple | list) else [items]
-    if not items or not all(isinstance(item, Tensor) for item in items):
-        raise CaptureError("the module must return a tensor, or a tuple, list, dict or dataclass of tensors")
+    others = [type(item).__name__ for item in items if not isinstance(item, Tensor)]
+    if others or not items:
+        found = f"{others[0]} in what it returned" if others else "nothing"
+        raise CaptureError(
+            f"the module must return a tensor, or a tuple, list, dict or dataclass of tensors, not {found}"
+        )
     if any(item.is_complex() for item in items):
         raise CaptureError("the module returns complex numbers; return real pairs, as torch.view_as_real makes them")
     return items

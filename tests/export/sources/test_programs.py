@@ -118,6 +118,31 @@ def test_what_is_no_module_is_refused(model: Any) -> None:
         capture(model, (torch.randn(2, 8),), None, precision_named("fp32"))
 
 
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda t: t.softmax(-1), lambda t: t * 2.0, (x,))
+
+
+def test_branches_on_data_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the graph has If .*; export it without control flow"):
+        capture(Conditional(), (torch.randn(2, 5, 8),), None, precision_named("fp32"))
+
+
+class Several(nn.Module):
+    def __init__(self, results: Any) -> None:
+        super().__init__()
+        self.results = results
+
+    def forward(self, x: Tensor) -> Any:
+        return {"output": x, "more": self.results} if self.results is not None else ()
+
+
+@pytest.mark.parametrize(("results", "found"), [([1], "not list in what it returned"), (None, "not nothing")])
+def test_what_is_returned_must_be_tensors(results: Any, found: str) -> None:
+    with pytest.raises(CaptureError, match=f"dataclass of tensors, {found}"):
+        capture(Several(results), (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
 class Conjugate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.view_as_complex(x).conj()
