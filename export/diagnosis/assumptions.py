@@ -6,7 +6,7 @@ that sizes take it. What it assumes is left in the program: as ranges of sizes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -16,8 +16,12 @@ from attnforge.bundle import DimSpec
 from attnforge.export.sources.torch_module import Captured
 from attnforge.runtime.cases import sizes_at
 
-NEAREST = 16
-"""How many of the smallest sizes are tried, in addition to those at the numbers that an assumption names."""
+MOST_SCANNED = 512
+"""Number of sizes up to which all sizes of a dim are tried. Of a wider range, the smallest and the largest are, and
+those at the numbers of the assumption, at their products, and at the sizes of other dims."""
+
+MOST = 32
+"""Maximum number of sizes at which a module is compared."""
 
 
 class Assumption(NamedTuple):
@@ -32,25 +36,29 @@ class Assumption(NamedTuple):
     sizes: dict[str, int]
 
 
-def assumptions(source: Captured) -> Iterator[Assumption]:
-    """Yield what the program assumes of sizes that the inputs' dims do not guarantee, in order and each once."""
+def assumptions(source: Captured) -> list[Assumption]:
+    """Yield what the program assumes of sizes that the inputs' dims do not guarantee, up to :data:`MOST`: for each, in
+    order, the failing size that is nearest the example's, and the smallest. One dim has another size than the example.
+    """
     if source.program is None:
-        return
+        return []
     names = _names(source)
     low, opt, high = (sizes_at(source.inputs, bound) for bound in ("min", "opt", "max"))
     usual = {symbol: opt[name] for symbol, name in names.items()}
+    found: list[Assumption] = []
     for condition in dict.fromkeys(_conditions(source)):
         if not condition.free_symbols <= names.keys():
             continue
-        failing = (
-            {**opt, name: size}
-            for symbol in sorted(condition.free_symbols, key=str)
-            for name in [names[symbol]]
-            for size in _tried(condition, low[name], high[name])
-            if condition.subs({**usual, symbol: size}) == sympy.false
-        )
-        if (sizes := next(failing, None)) is not None:
-            yield Assumption(str(condition.subs({s: sympy.Symbol(name) for s, name in names.items()})), sizes)
+        text = str(condition.subs({s: sympy.Symbol(name) for s, name in names.items()}))
+        for symbol in sorted(condition.free_symbols, key=str):
+            name = names[symbol]
+            tried = _tried(condition, low[name], high[name], usual.values())
+            failing = [size for size in tried if condition.subs({**usual, symbol: size}) == sympy.false]
+            for size in sorted(failing, key=lambda size: abs(size - opt[name]))[:1] + failing[:1]:
+                sizes = {**opt, name: size}
+                if len(found) < MOST and sizes not in [assumption.sizes for assumption in found]:
+                    found.append(Assumption(text, sizes))
+    return found
 
 
 def _names(source: Captured) -> dict[sympy.Symbol, str]:
@@ -82,7 +90,11 @@ def _conditions(source: Captured) -> Iterator[Any]:
             yield value.node.expr
 
 
-def _tried(condition: Any, low: int, high: int) -> list[int]:
-    """The sizes of a dim to try: the smallest, the largest, and those around the numbers of a condition."""
-    numbers = {int(number) + i for number in condition.atoms(sympy.Integer) for i in (-1, 0, 1)}
-    return sorted(n for n in {*range(low, low + NEAREST), *numbers, high} if low <= n <= high)
+def _tried(condition: Any, low: int, high: int, usual: Collection[int]) -> list[int]:
+    """The sizes of a dim to try, in order: see :data:`MOST_SCANNED`."""
+    if high - low < MOST_SCANNED:
+        return [*range(low, high + 1)]
+    numbers = [abs(int(number)) for number in condition.atoms(sympy.Integer)]
+    marks = {*numbers, *(a * b for a in numbers for b in numbers), *usual}
+    sizes = {low + i for i in range(16)} | {mark + i for mark in marks for i in (-1, 0, 1)} | {high}
+    return sorted(size for size in sizes if low <= size <= high)

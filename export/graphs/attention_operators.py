@@ -138,11 +138,12 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
         present = key, value
         key, value = (x if added is None else _as_long_as(op, x, added) for x in present)
     window = node.attributes.get_int("local_window_size", -1)
+    in_buffer = past_key is not None or any(is_used(output) for output in node.outputs[1:])
     reading = Reading(
         query, key, value, scale_of(node, query), is_causal=True, offset=offset,
         window=(window - 1 if window >= 0 else -1, -1), softcap=node.attributes.get_float("softcap", 0.0) or 0.0,
-        in_buffer=past_key is not None or any(is_used(output) for output in node.outputs[1:]), sinks=sinks,
-        present=present, silent_rows_are_nan=added is not None,
+        in_buffer=in_buffer, sinks=sinks, present=present,
+        silent_rows_are_nan=added is not None and not in_buffer,  # ONNX Runtime 1.31 has two kernels
     )  # fmt: skip
     if length is not None:
         reading = reading.masked(_within(op, length, key))

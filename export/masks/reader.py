@@ -198,8 +198,7 @@ def _moved(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 def _cast(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     source, target = input_of(node), node.outputs[0].dtype
-    assert source.dtype is not None
-    if target is None or target == BOOL:
+    if target is None or source.dtype is None or target == BOOL:
         return reader.truth(source, index) if target == BOOL else None
     number = reader.number(source, index)
     if target.is_integer() and source.dtype.is_floating_point():

@@ -177,7 +177,10 @@ _QUANTIZED = (
 )
 """Prefixes of the names of operators on quantized numbers."""
 
-KNOWN_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc", "ai.onnx.preview")
+KNOWN_DOMAINS = (
+    "", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
+    "com.microsoft.experimental", "com.microsoft.nchwc", "com.ms.internal.nhwc",
+)  # fmt: skip
 """Domains of operators that ONNX Runtime has."""
 
 

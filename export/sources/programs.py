@@ -10,7 +10,7 @@ timesteps and positions multiply such a constant by a thousand and take the sine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -56,8 +56,8 @@ AS_IT_IS = frozenset({
 })  # fmt: skip
 """Operators that return a complex number of the same dtype unchanged."""
 
-FACTORS = frozenset({aten.div.Tensor, aten.mul.Tensor})
-"""Operators that multiply a complex number by a real one, or divide it by one."""
+ARITHMETIC = frozenset({aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor})
+"""Operators on two tensors, of which the exporter writes those on two complex ones."""
 
 
 def _axis(dim: int) -> int:
@@ -139,31 +139,45 @@ def _rename(nodes: Iterable[Node]) -> None:
 
 
 def _in_pairs(node: Node) -> Node | None:
-    """Insert what computes a view, a product or an exponential of complex numbers by real pairs, and return it; None if
-    the exporter has a function for the node."""
+    """Insert what computes an operator on complex numbers by real ones, and return it; None if the exporter has a
+    function for the node."""
     target: Any = node.target
     x, *rest = node.args or (None,)
-    if target == aten.mul.Tensor and not _is_complex(x):
-        if isinstance(factor := rest[0], complex):
-            parts = (_call(node, target, x, part) for part in (factor.real, factor.imag))
-            return _call(node, aten.complex.default, *parts)
+    if target in (aten.add.Tensor, aten.mul.Tensor) and not _is_complex(x):
         x, rest = rest[0], [x]
+    if isinstance(x, complex) and target == aten.mul.Tensor:
+        return _call(node, aten.complex.default, *(_call(node, target, *rest, part) for part in (x.real, x.imag)))
     if not _is_complex(x):
         return None
     assert isinstance(x, Node)
     if target in AS_IT_IS and node.meta["val"].dtype == x.meta["val"].dtype:
         return x
     pairs = _call(node, aten.view_as_real.default, x)
-    if target == aten.exp.default:
-        real, angle = (_call(node, aten.select.int, pairs, -1, part) for part in (0, 1))
-        return _call(node, aten.polar.default, _call(node, target, real), angle)
     if target in OF_PAIRS:
-        rest = [*OF_PAIRS[target](*rest)]
-    elif target in FACTORS and not _is_complex(rest[0]):
-        rest = [_call(node, aten.unsqueeze.default, x, -1) if isinstance(_value(x), Tensor) else x for x in rest]
-    else:
+        moved = _call(node, target, pairs, *OF_PAIRS[target](*rest))
+        return _call(node, aten.view_as_complex.default, moved)
+    parts = [_call(node, aten.select.int, pairs, -1, part) for part in (0, 1)]
+    if target == aten.exp.default:
+        return _call(node, aten.polar.default, _call(node, target, parts[0]), parts[1])
+    if target not in ARITHMETIC or _is_complex(rest[0]) or node.kwargs:
         return None
-    return _call(node, aten.view_as_complex.default, _call(node, target, pairs, *rest))
+    return _call(node, aten.complex.default, *_with_number(node, parts, rest[0]))
+
+
+def _with_number(node: Node, parts: Sequence[Node], number: Any) -> list[Node]:
+    """The real and the imaginary part of a complex tensor, given by its parts, plus, minus, times or divided by a real
+    tensor or a number."""
+    target: Any = node.target
+    is_factor = target in (aten.div.Tensor, aten.mul.Tensor)
+    if not isinstance(number, complex):
+        return [_call(node, target, part, number) if is_factor or part is parts[0] else part for part in parts]
+    if not is_factor:
+        return [_call(node, target, *pair) for pair in zip(parts, (number.real, number.imag), strict=True)]
+    factor = number if target == aten.mul.Tensor else 1 / number
+    (a, b), (c, d) = (
+        [_call(node, aten.mul.Tensor, part, of_factor) for of_factor in (factor.real, factor.imag)] for part in parts
+    )
+    return [_call(node, aten.sub.Tensor, a, d), _call(node, aten.add.Tensor, b, c)]
 
 
 def _value(argument: Any) -> Any:

@@ -81,7 +81,7 @@ def infer_shapes(model: ir.Model) -> None:
             except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
-        shaped = {name: info for name, info in known.items() if info.type.tensor_type.HasField("shape")}
+        shaped = {name: info for name, info in known.items() if _is_shaped(info)}
         inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in shaped.items()})
         return proto
 
@@ -92,6 +92,12 @@ def infer_shapes(model: ir.Model) -> None:
             output.type = ir.TensorType(value.dtype)
         if value is not None and value.shape is not None:
             output.shape = ir.Shape(list(value.shape))
+
+
+def _is_shaped(info: onnx.ValueInfoProto) -> bool:
+    """Whether the size of every dim is known, as a number or by name."""
+    kind = info.type.tensor_type
+    return kind.HasField("shape") and all(dim.WhichOneof("value") for dim in kind.shape.dim)
 
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]

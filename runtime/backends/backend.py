@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Backend(Protocol):
         the CPU."""
         return None
 
+    @abstractmethod
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         """The model's outputs for host arrays, both in the order of the manifest.
 
@@ -47,6 +49,7 @@ class Backend(Protocol):
                 it does not write there, and if `shapes` does not have the output's shape.
         """
 
+    @abstractmethod
     def memory(self) -> Memory:
         """The memory that the backend uses, as far as its library reports it."""
 
@@ -54,6 +57,7 @@ class Backend(Protocol):
         """Write compiled kernels to disk, for the next start."""
         return
 
+    @abstractmethod
     def close(self) -> None:
         """Free everything. Later runs raise a UsageError."""
 

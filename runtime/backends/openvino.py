@@ -87,8 +87,8 @@ class OpenVino(Backend):
         self._inputs, self._outputs = manifest.graph_inputs, manifest.graph_outputs
         if same := {spec.name for spec in self._inputs} & {spec.name for spec in self._outputs}:
             raise UnavailableError(
-                f"OpenVINO confuses {min(same)!r}, an input that is also an output, with itself and writes to it; load "
-                "the bundle on onnxruntime-cpu, or deploy a graph without this output"
+                f"{min(same)!r} is an input and an output, for which OpenVINO has one buffer: it would write to the "
+                "input; load the bundle on onnxruntime-cpu, or deploy a graph without this output"
             )
         self._contexts = options.contexts
         self._properties: dict[str, Any] = {

@@ -155,18 +155,36 @@ def test_a_module_with_state_is_refused() -> None:
 class Warm(nn.Module):
     """Computes something else after some calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.first, self.then = 0, first, then
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x.softmax(-1) * (1 if self.calls < 12 else 1.05)
+        return (self.first if self.calls < 12 else self.then)(x.softmax(-1))
 
 
-def test_a_module_that_changes_later_is_refused(tmp_path: Path) -> None:
+def with_infinity(y: Tensor) -> Tensor:
+    return torch.cat([y, y.new_full((*y.shape[:-1], 1), -torch.inf)], -1)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "precision"),
+    [
+        (lambda y: y, lambda y: y * 1.05, "fp32"),
+        (lambda y: y, lambda y: y * 1.05, "bf16"),
+        (with_infinity, lambda y: with_infinity(y * 1.05), "fp32"),
+        (with_infinity, lambda y: with_infinity(y).nan_to_num(), "fp32"),
+        (lambda y: y.argsort(-1), lambda y: y.argsort(-1, descending=True), "fp32"),
+    ],
+)
+def test_a_module_that_changes_later_is_refused(
+    first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], precision: str, tmp_path: Path
+) -> None:
     with pytest.raises(CaptureError, match="returns a different output after other inputs than before them"):
-        attnforge.deploy(Warm().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+        attnforge.deploy(
+            Warm(first, then).eval(), (X,), tmp_path / "b", None, precision, targets=["onnxruntime"], tune=False
+        )
 
 
 def test_generators_of_random_numbers_are_left_as_they_are() -> None:
@@ -362,6 +380,7 @@ def test_frozen_sizes_show_at_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch
         (lambda x: 2 * x if 17 <= x.shape[1] < 19 else x.softmax(-1), "assumes tokens <= 16: with tokens 17"),
         (lambda x: 2 * x if x.shape[1] == 23 else x.softmax(-1), r"assumes Ne\(tokens, 23\): with tokens 23"),
         (lambda x: 2 * x if x.shape[1] % 33 == 0 else x.softmax(-1), r"assumes Ne\(Mod\(tokens, 33\), 0\)"),
+        (lambda x: 2 * x if x.shape[1] // 100 == 7 else x.softmax(-1), r"assumes Ne\(.*, 7\): with tokens 7\d\d"),
     ],
 )
 def test_a_branch_on_a_size_that_no_case_has_is_refused(
@@ -369,8 +388,31 @@ def test_a_branch_on_a_size_that_no_case_has_is_refused(
 ) -> None:
     """torch's exporter keeps the example's branch, and leaves out the check that sizes take it."""
     with pytest.raises(WrongError, match=f"branches on sizes, and torch.export {assumed}"):
-        sizes = {"x": {1: Dim("tokens", min=2, max=40)}}
+        sizes = {"x": {1: Dim("tokens", min=2, max=2000)}}
         attnforge.deploy(Function(function).eval(), (X,), tmp_path / "b", sizes, targets=["onnxruntime"], tune=False)
+
+
+class Alike(nn.Module):
+    """Branches on how two sizes compare, as attention to itself and to others may."""
+
+    def __init__(self, is_other: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self.is_other = is_other
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        weights = (x @ memory.mT).softmax(-1)
+        return (2 if self.is_other(x.shape[1], memory.shape[1]) else 1) * weights @ memory
+
+
+@pytest.mark.parametrize(
+    "is_other",
+    [lambda n, m: n == m, lambda n, m: 2 * n - m == 10, lambda n, m: 700 <= n * m < 1000],
+)
+def test_a_branch_on_two_sizes_is_refused(is_other: Callable[[int, int], bool]) -> None:
+    n, m = (Dim(name, min=2, max=400) for name in ("n", "m"))
+    args = torch.randn(1, 100, 8), torch.randn(1, 64, 8)
+    wrong = departure(capture(Alike(is_other).eval(), args, {"x": {1: n}, "memory": {1: m}}, FP32))
+    assert wrong is not None and "branches on sizes" in wrong.evidence
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ ALLOWED = RNG.random((N, M)) < 0.7
 ALLOWED[2] = False
 WITHOUT_A_ROW = normal(1, H, N, M)
 WITHOUT_A_ROW[:, :, 1] = -np.inf
+WITHOUT_A_SQUARES_ROW = normal(1, H, N, N)
+WITHOUT_A_SQUARES_ROW[:, :, 1] = -np.inf
 ANGLES = RNG.random((16, D // 2)).astype(np.float32)
 COSINE, SINE = np.cos(ANGLES), np.sin(ANGLES)
 LENGTHS = np.array([N - 1, N - 3], np.int32)
@@ -173,6 +175,11 @@ WRITTEN = {
     ),
     "grouped query, all in one": Written(
         "GroupQueryAttention", [packed(N, H + 4), None, None, None, None, LENGTHS, TOTAL],
+        {"num_heads": H, "kv_num_heads": 2},
+    ),
+    "grouped query, a fully masked row": Written(
+        "GroupQueryAttention",
+        [packed(N), packed(N, 2), packed(N, 2), None, None, LENGTHS, TOTAL, None, None, None, WITHOUT_A_SQUARES_ROW],
         {"num_heads": H, "kv_num_heads": 2},
     ),
     "grouped query, rotary": Written(

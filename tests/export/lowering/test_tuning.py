@@ -354,7 +354,7 @@ def test_forms_that_hold_no_scores_are_measured_where_others_would_be_too_large(
     assert not slow.measured and "not measured: a call takes" in slow.why
 
 
-def test_rules_and_the_tuner_read_the_same_rows() -> None:
+def test_rules_and_the_tuner_have_the_same_candidates() -> None:
     for attends in SITES.values():
         ((site, attention),) = attentions(*attends.model())
         offered = candidates_for(site.name, attention, OPT, OPT)

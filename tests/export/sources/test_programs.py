@@ -96,8 +96,9 @@ class Complex(nn.Module):
             numbers * gathered, numbers / self.scale, self.scale * numbers * others, (numbers * last).flatten(-2),
             numbers.mT.contiguous().conj() * x[:, :1, :1], numbers + gathered.clone() / x.shape[1],
         )  # fmt: skip
+        more = numbers + x[:, :, :1], 2 + numbers.neg(), numbers - (1 + 2j), (numbers * (0.5 - 1j)) / 2j
         turned = numbers * torch.exp(1j * torch.outer(positions.float(), torch.tensor([1.0, 0.5, 0.3, 0.1])))
-        return *(torch.view_as_real(result) for result in results), turned.imag, (-0.5j * x.long()).real
+        return *(torch.view_as_real(result) for result in (*results, *more)), turned.imag, (-0.5j * x.long()).real
 
 
 def test_complex_numbers_are_pairs() -> None:

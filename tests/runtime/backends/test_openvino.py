@@ -255,7 +255,7 @@ def test_an_input_that_is_also_an_output_is_refused(tmp_path: Path) -> None:
     x = np.ones((2, 4), np.float32)
     with attnforge.load(bundle, "onnxruntime-cpu") as session:
         assert np.array_equal(session.run({"x": x})["x"], x)
-    with pytest.raises(UnavailableError, match="'x', an input that is also an output"):
+    with pytest.raises(UnavailableError, match="'x' is an input and an output"):
         attnforge.load(bundle, "openvino")
 
 

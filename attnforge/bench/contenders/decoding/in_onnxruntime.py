@@ -56,6 +56,7 @@ def genai_operator(job: PeerJob, stack: ExitStack) -> Stepper:
     sites = sites_of(job.bundle.manifest.attention)
     file, manifest = _file(job, "genai-operator", lambda model: with_rotary_operator(model, sites)), job.bundle.manifest
     backend = OnnxRuntime(file.stem, file, manifest.graph_inputs, manifest.graph_outputs, job.threads)
+    stack.callback(backend.close)
     return OfDecoder(WholeSequences(backend, manifest).decoder(job.batch), job.output)
 
 

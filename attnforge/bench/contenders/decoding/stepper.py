@@ -28,7 +28,7 @@ class Stepper(Protocol):
 
 
 class Counting:
-    """Token counts of the caches, now and at the last :meth:`mark`: all the state to rewind of a fixed-size cache."""
+    """Token counts of the caches, now and at the last :meth:`mark`, to which they are rewound."""
 
     def __init__(self) -> None:
         self._past = self._marked = 0
