@@ -74,9 +74,10 @@ def up_to(op: Builder, x: ir.Value, axis: int, end: ir.Value, dim: int | ir.Symb
     return resized(op.Slice(x, constant(op, [0]), end, constant(op, [axis])), x, axis, dim)
 
 
-def filled_up(op: Builder, x: ir.Value, axis: int, missing: ir.Value) -> ir.Value:
-    """Write `x` with as many zeros after it along an axis as `missing`, `(1,)`, says; its shape is not set."""
-    zeros = [constant(op, [0] * count) for count in (len(dims_of(x)) + axis, len(dims_of(x)) - axis - 1)]
+def filled_up(op: Builder, x: ir.Value, axis: int, missing: ir.Value, rank: int = 4) -> ir.Value:
+    """Write `x`, of `rank` dims, with as many zeros after it along an axis as `missing`, `(1,)`, says; its shape is not
+    set."""
+    zeros = [constant(op, [0] * count) for count in (rank + axis, rank - axis - 1)]
     return op.Pad(x, op.Concat(zeros[0], missing, zeros[1], axis=0))
 
 

@@ -159,7 +159,7 @@ class _Cut:
 
     def queries(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, width, size)`."""
-        return self._blocks(filled_up(self._op, x, 1, self._missing), self._width, x)
+        return self._blocks(filled_up(self._op, x, 1, self._missing, rank=3), self._width, x)
 
     def keys(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, wide, size)`."""
