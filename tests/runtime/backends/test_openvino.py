@@ -28,6 +28,7 @@ from attnforge.cli.printing import print_bundle
 from attnforge.errors import InputError, RunError, UnavailableError, UsageError
 from attnforge.export.diagnosis.deployed import tensors_on
 from attnforge.export.graphs.saving import load_graph
+from attnforge.export.lowering import blocks as lowering_blocks
 from attnforge.export.lowering import openvino as for_openvino
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
@@ -484,7 +485,8 @@ def in_blocks(folder: Path, precision: str = "fp32", **options: Any) -> Bundle:
     shapes = {name: {0: batch, 1: tokens} for name in ("x", "padding")}
     generator = torch.Generator().manual_seed(3)
     args = torch.randn(2, 96, 32, generator=generator), torch.arange(96) >= torch.tensor([[0], [40]])
-    with mock.patch.multiple(for_openvino, BLOCKS=(16,), MANY_SCORES=1, MANY_TOKENS=1):
+    many = mock.patch.multiple(for_openvino, MANY_SCORES=1, MANY_TOKENS=1)
+    with many, mock.patch.object(lowering_blocks, "BLOCKS", (16,)):
         return attnforge.deploy(Sees(), args, folder, shapes, precision, ["onnxruntime"], **options)
 
 

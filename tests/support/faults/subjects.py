@@ -17,7 +17,7 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering import onnxruntime as lowering
-from attnforge.export.lowering import openvino, tensorrt
+from attnforge.export.lowering import blocks, openvino, tensorrt
 from attnforge.export.targets import onnxruntime as target
 from attnforge.model import Example, MultiHeadAttention, build_model
 from tests.support.random_decoders import CausalModel
@@ -186,7 +186,8 @@ def _padding() -> Tensor:
 def deploy_in_blocks(name: str, folder: Path) -> Bundle:
     """Deploy a subject whose graph for OpenVINO has attention in blocks, or in causal blocks."""
     module, args, shapes = subject(name)
-    with mock.patch.multiple(openvino, MANY_SCORES=1, MANY_TOKENS=1, BLOCKS=(4,), STEPS=(4,)):
+    many = mock.patch.multiple(openvino, MANY_SCORES=1, MANY_TOKENS=1, STEPS=(4,))
+    with many, mock.patch.object(blocks, "BLOCKS", (4,)):
         return attnforge.deploy(module, args, folder, shapes, "fp32", ["onnxruntime"], name, tune=False)
 
 
@@ -207,8 +208,8 @@ def deploy(name: str, precision: str, folder: Path) -> Bundle:
             mock.patch.object(target, "lower", _lowered_for_tensorrt),
         ):
             return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
-    many = mock.patch.multiple(lowering, MANY_SCORES=1, BLOCKS=(4,)) if name in BY_MASK else contextlib.nullcontext()
-    with many:
+    many = mock.patch.object(lowering, "MANY_SCORES", 1) if name in BY_MASK else contextlib.nullcontext()
+    with many, mock.patch.object(blocks, "BLOCKS", (4,)):
         return attnforge.deploy(module, args, folder, shapes, precision, ["onnxruntime"], name, tune=False)
 
 
