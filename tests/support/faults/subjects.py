@@ -16,8 +16,8 @@ from torch.export import Dim
 import attnforge
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.lowering import onnxruntime as lowering
 from attnforge.export.lowering import blocks, openvino, tensorrt
+from attnforge.export.lowering import onnxruntime as lowering
 from attnforge.export.targets import onnxruntime as target
 from attnforge.model import Example, MultiHeadAttention, build_model
 from tests.support.random_decoders import CausalModel
