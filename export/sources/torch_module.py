@@ -130,9 +130,9 @@ def capture(
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         with _seeded(FIRST_LOW):
-            answers = [outputs_of(copied, cast, dtype)]
+            answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
         with _seeded(FIRST_HIGH), counted(copied) as ran:
-            answers.append(outputs_of(copied, cast, dtype))
+            answers.append(outputs_of(copied, [arg.clone() for arg in cast], dtype))
         if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
             raise CaptureError(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "

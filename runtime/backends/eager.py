@@ -137,19 +137,19 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     Raises:
         CaptureError: the module does not run in that dtype, or does not return tensors.
     """
-    tensors: list[Tensor] = [to_torch(array) for array in inputs.values()]
+    tensors: list[Tensor] = [to_torch(array.copy()) for array in inputs.values()]  # a module may write to its inputs
     with torch.no_grad(), as_written():
         return outputs_of(module, [_to(tensor, dtype) for tensor in tensors], dtype)
 
 
 def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Call a module, and return its outputs by their names in a bundle.
+    """Call a module, which may write to `args`, and return its outputs by their names in a bundle.
 
     Raises:
         CaptureError: it fails, in one line that names the line of code, or does not return tensors.
     """
     try:
-        return named_outputs(module(*(arg.clone() for arg in args)))  # a module may write to its inputs
+        return named_outputs(module(*args))
     except (CaptureError, MemoryError):
         raise
     except Exception as error:
