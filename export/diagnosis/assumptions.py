@@ -37,7 +37,7 @@ class Assumption(NamedTuple):
 
 
 def assumptions(source: Captured) -> list[Assumption]:
-    """Yield what the program assumes of sizes that the inputs' dims do not guarantee, up to :data:`MOST`: for each, in
+    """Return what the program assumes of sizes that the inputs' dims do not guarantee, up to :data:`MOST`: for each, in
     order, the failing size that is nearest the example's, and the smallest. One dim has another size than the example.
     """
     if source.program is None:
