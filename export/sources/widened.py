@@ -64,6 +64,11 @@ REDUCTIONS = CENTRED | {
 }
 """Operators whose terms are the elements that each element of the result is computed from."""
 
+UNINITIALISED = {
+    *(aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+}
+"""Operators whose results hold whatever was in memory."""
+
 UNIT, LEAST_STEP = 2.0**-24, 2.0**-149
 """The unit roundoff of fp32, the type of sums in fp32 and TF32, and its smallest positive number."""
 
@@ -267,7 +272,7 @@ class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in SQUARING:
             norm = float(torch.linalg.vector_norm(args[0]))
             self._peaks.append(norm * norm)
-        elif not func.is_view:
+        elif not func.is_view and func.overloadpacket not in UNINITIALISED:
             tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor) and t.is_floating_point()]
             self._peaks.append(max((_largest(tensor) for tensor in tensors if tensor.numel()), default=0.0))
         return results

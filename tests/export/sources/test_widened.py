@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,26 @@ def test_the_largest_intermediate_numbers_are_recorded() -> None:
     peaks: list[float] = [7.0]
     exact = Float64(Squared())({"x": x.numpy()}, peaks)["output"]
     assert peaks == pytest.approx([4e30, 4.0, 25.0, float(exact.abs().max())])
+
+
+class Written(nn.Module):
+    """Attention, and results that are written to new memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        written = [*(make(x) for make in (torch.empty_like, lambda x: x.new_empty(x.shape))), torch.empty(x.shape)]
+        return F.scaled_dot_product_attention(x, x, x) + sum(new.copy_(x) for new in written)
+
+
+def test_memory_that_nothing_wrote_is_not_recorded() -> None:
+    """torch fills new memory with NaN here; otherwise it holds any number."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        peaks: list[float] = []
+        exact = Float64(Written().eval())({"x": random(1, 2, 5, 8).numpy()}, peaks)["output"]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert peaks and all(map(math.isfinite, peaks)) and exact.isfinite().all()
 
 
 def test_a_script_has_its_weights_doubled() -> None:
