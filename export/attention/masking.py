@@ -13,7 +13,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
 from attnforge.export.attention.layout import Layout, before_views
-from attnforge.export.attention.operands import Operand, same_value, without_not
+from attnforge.export.attention.operands import Operand, factor_of, same_value, without_not
 from attnforge.export.attention.softmax import one_axis
 from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
 from attnforge.export.attention.walk_forward import WeightSteps, Zeroing
@@ -47,11 +47,11 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
         excluded = any(_same_keys(zeroing, fill) for fill in fills)
         if not zeroing.by_key:
             left.append(zeroing)
-        elif excluded and len(scores.masking) == 1 and fills[0].number <= NEGLIGIBLE:
+        elif excluded and fills[0].number <= NEGLIGIBLE and all(map(_is_a_score, scores.masking[1:])):
             if fills[0].number != -np.inf or not zeroing.nan_stays:
                 weights = replace(weights, nan_rows_zeroed=True)
             fills = [replace(fills[0], number=-np.inf)]
-            scores = replace(scores, masking=tuple(fills))
+            scores = replace(scores, masking=(fills[0], *scores.masking[1:]))
             all_infinite = True
         elif excluded and all_infinite:  # a finite fill of another mask would make these keys count again
             if not zeroing.nan_stays:  # a row that another step masks fully stays NaN
@@ -59,6 +59,25 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
     return scores, _settle_rows(scores, replace(weights, zeroing=tuple(left)))
+
+
+def _is_a_score(step: Bias | Fill) -> bool:
+    """Whether a step adds products, such as those of queries and relative positions, which are no lower than the
+    scores."""
+    pending: list[ir.Value | None] = [step.operand.value if isinstance(step, Bias) else None]
+    while pending:
+        value = pending.pop()
+        node = value.producer() if value is not None else None
+        if node is None or not is_op(node, *REPEATS, "Add", "Div", "Gather", "GatherElements", "MatMul", "Mul"):
+            return False
+        if node.op_type == "Add":
+            pending += node.inputs
+        elif node.op_type in ("Div", "Mul"):
+            factor = factor_of(node)
+            pending.append(factor[1] if factor is not None and abs(factor[0]) <= -NEGLIGIBLE else None)
+        elif node.op_type != "MatMul":
+            pending.append(node.inputs[0])
+    return True
 
 
 def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:

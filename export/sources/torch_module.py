@@ -33,7 +33,15 @@ from attnforge.export.sources.translations import translations
 from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
-from attnforge.runtime.backends.eager import as_written, at_precision, outputs_of, products_in, run, torch_dtype
+from attnforge.runtime.backends.eager import (
+    as_written,
+    at_precision,
+    outputs_of,
+    products_in,
+    raised_at,
+    run,
+    torch_dtype,
+)
 
 DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 
@@ -390,7 +398,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    """The first line of torch's own reason, which is at the end of a chain of exceptions."""
+    """The first line of torch's own reason, which is at the end of a chain of exceptions, and where it arose."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error)
+    return first_line(error) + raised_at(error)

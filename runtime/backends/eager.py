@@ -26,7 +26,12 @@ from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
-TORCH = Path(torch.__file__).parent
+PACKAGES, OURS = Path(torch.__file__).parents[1], Path(__file__).parents[2]
+
+NOT_OF_MODULES = {
+    *(PACKAGES / name for name in ("torch", "onnxscript", "onnx_ir", "sympy")), *(OURS / "export", OURS / "runtime"),
+}  # fmt: skip
+"""Folders of code that exports and runs modules."""
 
 
 def torch_dtype(precision: Precision) -> torch.dtype:
@@ -155,11 +160,15 @@ def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) ->
     except Exception as error:
         hint = "" if dtype == torch.float32 else "; tensors that it creates itself need the dtype of its inputs"
         kind = str(dtype).removeprefix("torch.")
-        frames = [frame for frame in extract_tb(error.__traceback__)[1:] if TORCH not in Path(frame.filename).parents]
-        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         raise CaptureError(
-            f"{type(module).__name__} does not run in {kind}: {first_line(error)}{where}{hint}"
+            f"{type(module).__name__} does not run in {kind}: {first_line(error)}{raised_at(error)}{hint}"
         ) from error
+
+
+def raised_at(error: BaseException) -> str:
+    """` (file.py:12)`, the last line of a module's own code before an error; empty if there is none."""
+    frames = [f for f in extract_tb(error.__traceback__) if not NOT_OF_MODULES.intersection(Path(f.filename).parents)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 @contextmanager

@@ -245,7 +245,7 @@ class Decoder:
         """
         chosen = self._samples(range(self.batch) if samples is None else samples)
         with self._running():
-            copy = Decoder(self._backend, self._step, len(chosen))
+            copy = type(self)(self._backend, self._step, len(chosen))
             filled = int(self._past.max(initial=0))
             for name, cache in self._caches.items():
                 copy._caches[name][:, :, :filled] = cache[chosen, :, :filled]

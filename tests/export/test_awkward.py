@@ -290,6 +290,7 @@ def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Pa
             lambda s, y: y + s.missing,
             r"does not run in float32: .* has no attribute 'missing' \(test_awkward\.py:\d+\)$",
         ),
+        (lambda s, y: y if y.sum() > 0 else -y, r"^torch cannot export .*data-dependent .* \(test_awkward\.py:\d+\)$"),
         (lambda s, y: [{"y": y}], r"^the module must return a tensor, or .* of tensors, not dict in what it returned$"),
     ],
 )

@@ -289,6 +289,22 @@ class MaskedWeights(Heads):
         return self.merged(scores.softmax(-1).masked_fill(hidden, 0) @ v)
 
 
+class DisentangledMaskedWeights(Heads):
+    """The same, with scores of queries and relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(64, HEAD_DIM)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        q, k, v = self.qkv(x)
+        distance = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).clamp(-32, 31) + 32
+        places = (q @ self.positions.weight.mT).gather(-1, distance.expand(*q.shape[:-1], -1)) / HEAD_DIM**0.5
+        hidden = ~mask.unsqueeze(1)
+        scores = (q @ k.mT * SCALE + places).masked_fill(hidden, torch.finfo(x.dtype).min)
+        return self.merged(scores.softmax(-1).masked_fill(hidden, 0) @ v)
+
+
 class Contrastive(Heads):
     """CLIP's probabilities: pairs, but no values."""
 
@@ -371,6 +387,7 @@ ACCOUNTS: dict[type[nn.Module], tuple[list[str], list[str]]] = {
     WeightedMean: ([FORM], []),
     DeepWeightedMean: (["scores come from Sigmoid"], []),
     MaskedWeights: ([FORM], []),
+    DisentangledMaskedWeights: ([FORM], []),
     Contrastive: (["an output of the model"], []),
     Expectation: ([FORM], []),
     ExternalAttention: ([FORM], []),

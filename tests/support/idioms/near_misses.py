@@ -51,6 +51,16 @@ def mask_multiplied_after_the_softmax(query: Tensor, key: Tensor, value: Tensor,
     return ((query @ key.mT * SCALE).softmax(-1) * allowed) @ value
 
 
+def one_of_two_masks_after_the_softmax(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor, allowed: Tensor
+) -> Any:
+    """A row that both masks hide has weights for all keys, of which one mask zeroes some."""
+    low = torch.finfo(query.dtype).min
+    scores = query @ key.mT * SCALE + torch.where(allowed, 0.0, low)
+    hidden = padding[:, None, None]
+    return scores.masked_fill(hidden, low).softmax(-1).masked_fill(hidden, 0.0) @ value
+
+
 def small_weights_dropped(query: Tensor, key: Tensor, value: Tensor) -> Any:
     weights = (query @ key.mT * SCALE).softmax(-1)
     return weights.masked_fill(weights < 0.08, 0.0) @ value
@@ -133,6 +143,7 @@ _REASONS: dict[Callable[..., Any], str] = {
     weights_transposed: "does not sum over the keys",
     mask_after_the_softmax: "a mask is applied to the weights after the softmax",
     mask_multiplied_after_the_softmax: "no longer sum to one",
+    one_of_two_masks_after_the_softmax: "a mask is applied to the weights after the softmax",
     small_weights_dropped: "attention weights",
     large_weights_dropped: "attention weights",
     weights_shrunk: "weights go through Sub",
