@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
-from attnforge.errors import UnavailableError, UsageError, raised_as
+from attnforge.errors import BundleError, UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
 from attnforge.memory import available
 from attnforge.runtime.backends.backend import Backend, Registered
@@ -103,6 +103,7 @@ class OnnxRuntime(WithSession, Backend):
         self._session = ort.InferenceSession(
             given(model), session_options(threads, settings), providers=["CPUExecutionProvider"]
         )
+        _check_dims(self._session, (*inputs, *outputs))
         self._inputs = [spec.name for spec in inputs]
         self._outputs = [spec.name for spec in outputs]
         self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
@@ -153,6 +154,22 @@ class OnnxRuntime(WithSession, Backend):
 
     def close(self) -> None:
         self._session = None
+
+
+def _check_dims(session: ort.InferenceSession, specs: Iterable[TensorSpec]) -> None:
+    """Check the manifest's dims against the graph's, before memory is reserved by them.
+
+    Raises:
+        BundleError: a dim is another number in the graph.
+    """
+    shapes = {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())}
+    for spec in specs:
+        for dim, of_graph in zip(spec.dims, shapes.get(spec.name, ()), strict=False):
+            if isinstance(dim, int) and isinstance(of_graph, int) and dim != of_graph:
+                raise BundleError(
+                    f"the manifest says that {spec.name} is {spec.text()}, but its graph has {of_graph} for {dim}; "
+                    "deploy the model again"
+                )
 
 
 def session_options(threads: int | None = None, settings: SessionSettings | None = None) -> Any:

@@ -576,6 +576,14 @@ def test_a_case_without_its_inputs_or_outputs_is_refused(copy: Path) -> None:
         attnforge.verify(copy)
 
 
+def test_dims_that_the_graph_does_not_have_reserve_no_memory(copy: Path) -> None:
+    edit(copy, lambda manifest: manifest["outputs"][0]["dims"].__setitem__(-1, 2**31 - 1))
+    with pytest.raises(
+        BundleError, match=r"^the manifest says that output is .*, but its graph has \d+ for 2147483647; "
+    ):
+        attnforge.load(copy, "onnxruntime-cpu")
+
+
 # --- files of another kind than they should be ------------------------------------------------------------------------
 
 JUNK = [b"", b"junk", b"\0" * 4096, b"\xff" * 100, b"\x08\x0a" * 50]
