@@ -34,7 +34,7 @@ from attnforge.export.sources.onnx_check import (
     check_operator,
     tensors,
 )
-from attnforge.export.sources.original import Original, as_standard, has_scores, is_unlike_standard
+from attnforge.export.sources.original import Original, as_standard, check_converted, has_scores, is_unlike_standard
 from attnforge.export.sources.repair import repair
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
 from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
@@ -113,7 +113,11 @@ def import_graph(
 def _imported(
     file: Path, ranges: Ranges | None, precision: str | None, example: Sequence[Any] | Mapping[str, Any] | None
 ) -> Imported:
-    model = _read(file)
+    model = given = _read(file)
+    if (model.opset_imports.get("") or 0) < FIRST_OPSET:
+        model = given.clone()
+        infer_shapes(model)  # onnx's converter flattens what a Softmax of opset 12 takes if its rank is not known
+        at_opset(model)
     usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
@@ -122,6 +126,7 @@ def _imported(
     infer_shapes(model)
     check_growth(model, usual)
     _refuse(model)
+    converted = None if model is given else model.clone()
     dtype = _float_type(model)
     chosen = precision_named(precision or _NAMES[dtype])
     if (wanted := _DTYPES[chosen.name]) != dtype:
@@ -142,6 +147,8 @@ def _imported(
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
     check_growth(model, usual)
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
+    if converted is not None:
+        check_converted(given, converted, imported.example)
     imported.eager(imported.example), imported.exact(imported.example)  # raise if the graph cannot be run
     return imported
 
@@ -166,8 +173,6 @@ def _read(file: Path) -> ir.Model:
     common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
     common.NameFixPass()(model)
-    if (model.opset_imports.get("") or 0) < FIRST_OPSET:
-        at_opset(model)
     return model
 
 

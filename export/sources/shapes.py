@@ -13,6 +13,7 @@ from onnxscript import optimizer, version_converter
 
 from attnforge.errors import UsageError, raised_as
 from attnforge.export.graphs.float64 import through_onnx
+from attnforge.export.graphs.nodes import constant_of
 from attnforge.export.graphs.types import FLOATS
 from attnforge.quiet import quiet
 
@@ -29,6 +30,8 @@ def at_opset(model: ir.Model) -> None:
     have = model.opset_imports.get("") or 0
     if have >= OPSET:
         return
+    resized = {node.outputs[0].name for node in model.graph if have < 11 and node.op_type in ("Resize", "Upsample")}
+    model.ir_version = max(model.ir_version, 10)  # before 4, weights had to be inputs too
     with raised_as(UsageError, f"the graph is of opset {have} and cannot be converted to opset {OPSET}"), quiet():
         if have >= 18:
             version_converter.convert_version(model, OPSET)
@@ -37,7 +40,15 @@ def at_opset(model: ir.Model) -> None:
             model.opset_imports[""] = OPSET
     for node in model.graph:
         node.version = None
-    model.ir_version = max(model.ir_version, 10)
+        if node.op_type == "Resize" and node.outputs[0].name in resized:
+            _as_before_opset_11(node)
+
+
+def _as_before_opset_11(node: ir.Node) -> None:
+    """Make a converted Resize compute what it did before opset 11; onnx 1.23 leaves it with newer defaults."""
+    scales = constant_of(node.inputs[2])
+    node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+    node.attributes.add(ir.AttrString("nearest_mode", "ceil" if scales is not None and scales.min() < 1 else "floor"))
 
 
 def fold(model: ir.Model, floats: bool = True) -> None:
@@ -101,12 +112,24 @@ def _is_shaped(info: onnx.ValueInfoProto) -> bool:
 
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
-    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, and with
-    FusedMatMul."""
+    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with FusedMatMul,
+    and with constants for every operator whose shape onnx infers, such as the axes of a ReduceMax."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dispatcher_["FusedMatMul"] = self._infer_FusedMatMul
+
+    def _onnx_infer_single_node(self, node: onnx.NodeProto) -> None:
+        super()._onnx_infer_single_node(node)
+        constants = [self.initializers_[name] for name in node.input if name in self.initializers_]
+        found = [self.known_vi_[name] for name in node.output if name]
+        if constants and not all(value.type.tensor_type.HasField("shape") for value in found):
+            inputs = [self.known_vi_[name] for name in node.input if name]
+            graph = onnx.helper.make_graph([node], "node", inputs, found, constants)
+            self.tmp_mp_.graph.CopyFrom(graph)
+            inferred = onnx.shape_inference.infer_shapes(self.tmp_mp_).graph.output
+            for value, better in zip(found, inferred, strict=True):
+                value.CopyFrom(better)
 
     def _infer_FusedMatMul(self, node: onnx.NodeProto) -> None:
         attributes = {attribute.name: attribute.i for attribute in node.attribute}

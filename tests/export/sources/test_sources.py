@@ -24,6 +24,7 @@ import attnforge
 from attnforge.arrays import Array, to_numpy
 from attnforge.cli import main
 from attnforge.errors import AttnforgeError, BuildError, CaptureError, UsageError
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.graphs.execute import as_it_is, at_own_precision
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.lowering.onnxruntime import lower
@@ -449,6 +450,64 @@ def test_parts_of_a_sequence_below_opset_18(tmp_path: Path) -> None:
     graph = import_graph(tmp_path / "model.onnx")
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     assert np.array_equal(graph.eager({"x": x})["y"], np.full((2, 2), -2))
+
+
+def saved(text: str, folder: Path) -> Path:
+    model = onnx.parser.parse_model(text)
+    if model.ir_version < 4:  # weights are inputs too
+        weights = model.graph.initializer
+        model.graph.input.extend(helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in weights)
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("opset", "body"),
+    [
+        (9, 's = Constant<value = float[4] {1.0, 1.0, 2.0, 2.5}>() y = Upsample<mode = "linear">(x, s)'),
+        (10, 's = Constant<value = float[4] {1.0, 1.0, 1.5, 1.7}>() y = Resize<mode = "nearest">(x, s)'),
+        (10, 's = Constant<value = float[4] {1.0, 1.0, 0.6, 0.5}>() y = Resize<mode = "nearest">(x, s)'),
+        (10, 's = Constant<value = float[4] {1.0, 1.0, 0.6, 1.7}>() y = Resize<mode = "linear">(x, s)'),
+        (7, "y = Softmax(x)"),
+        (11, "y = LogSoftmax<axis = -2>(x)"),
+        (8, "y = Add(x, w)"),
+    ],
+)
+def test_graphs_of_opsets_before_13_compute_what_they_did_in_their_files(opset: int, body: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: {3 if opset < 9 else 5}, opset_import: ["": {opset}]>
+        graph (float[1, 2, 5, 4] x) => (float[1, 2, a, b] y) <float[4] w = {{1.0, 2.0, 3.0, 4.0}}> {{ {body} }}"""
+    file = saved(text, tmp_path)
+    x = np.random.default_rng(0).standard_normal((1, 2, 5, 4)).astype(np.float32)
+    (expected,) = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    graph = import_graph(file)
+    for got in (graph.eager({"x": x})["y"], graph.exact({"x": x})["y"]):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def test_a_conversion_that_changes_the_answer_is_refused(tmp_path: Path) -> None:
+    text = '<ir_version: 5, opset_import: ["": 11]> g (float[2, 3, 4] x) => (float[2, 3, 4] y) { y = Hardmax(x) }'
+    with pytest.raises(UsageError, match="converter changes the output 'y' of the graph, of opset 11; export it with"):
+        import_graph(saved(text, tmp_path))
+
+
+def test_attention_of_opset_11_is_found(tmp_path: Path) -> None:
+    """torch's older exporter writes the last axis as 3, and shapes as chains of operators."""
+    text = """<ir_version: 6, opset_import: ["": 11]> graph (float[n, 3, 8] x) => (float[n, 3, 8] y) {
+        s = Shape(x) zero = Constant<value = int64 {0}>() n = Gather(s, zero) batch = Unsqueeze<axes = [0]>(n)
+        rest = Constant<value = int64[3] {-1, 2, 4}>() shape = Concat<axis = 0>(batch, rest)
+        heads = Reshape(x, shape) q = Transpose<perm = [0, 2, 1, 3]>(heads) k = Transpose<perm = [0, 2, 3, 1]>(heads)
+        scores = MatMul(q, k) weights = Softmax<axis = 3>(scores) o = MatMul(weights, q)
+        t = Transpose<perm = [0, 2, 1, 3]>(o) flat = Constant<value = int64[3] {0, 0, 8}>() y = Reshape(t, flat)
+    }"""
+    (site,) = canonicalize(import_graph(saved(text, tmp_path), {"n": (1, 2, 4)}).model).sites
+    assert site.node is not None
+
+
+@pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceL2", "ReduceLogSumExp"])
+def test_the_shape_of_a_reduction_is_known(op_type: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["": 18]> graph (float[n, 3, 4] x) => (float[n, a, b] y)
+        <int64[1] axes = {{-1}}> {{ r = {op_type}(x, axes) y = Neg(r) }}"""
+    assert import_graph(saved(text, tmp_path), {"n": (1, 2, 4)}).outputs[0].text() == "float32[n, 3, 1]"
 
 
 @pytest.mark.parametrize(
