@@ -21,6 +21,11 @@ OPSET = 23
 """The first opset with the Attention operator."""
 
 
+_OF_ONNXRUNTIME = "attnforge.of_onnxruntime"
+"""Domain, during a conversion, of operators that ONNX Runtime adds to onnx's, such as LayerNormalization before opset 17
+and SimplifiedLayerNormalization; onnx's converter refuses them."""
+
+
 def at_opset(model: ir.Model) -> None:
     """Convert `model` in place to the first opset that has the Attention operator, if it has an earlier one.
 
@@ -36,10 +41,17 @@ def at_opset(model: ir.Model) -> None:
         if have >= 18:
             version_converter.convert_version(model, OPSET)
         else:  # below 18, onnxscript's converter changes only the opset number
+            for node in model.graph:
+                if node.domain == "" and not onnx.defs.has(node.op_type, have):
+                    node.domain = _OF_ONNXRUNTIME
+            model.opset_imports[_OF_ONNXRUNTIME] = 1
             through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
             model.opset_imports[""] = OPSET
+            del model.opset_imports[_OF_ONNXRUNTIME]
     for node in model.graph:
         node.version = None
+        if node.domain == _OF_ONNXRUNTIME:
+            node.domain = ""
         if node.op_type == "Resize" and node.outputs[0].name in resized:
             _as_before_opset_11(node)
 

@@ -484,6 +484,16 @@ def test_graphs_of_opsets_before_13_compute_what_they_did_in_their_files(opset: 
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("op_type", ["LayerNormalization", "SimplifiedLayerNormalization"])
+def test_operators_that_onnxruntime_adds_to_onnxs(op_type: str, tmp_path: Path) -> None:
+    """Its optimizer writes them in graphs of any opset."""
+    text = f"""<ir_version: 8, opset_import: ["": 14]> graph (float[n, 3, 4] x) => (float[n, 3, 4] y)
+        <float[4] w = {{1.0, 2.0, 3.0, 4.0}}> {{ y = {op_type}<axis = -1>(x, w) }}"""
+    graph = import_graph(saved(text, tmp_path), {"n": (1, 2, 4)})
+    assert [node.op_type for node in graph.model.graph] == [op_type]
+    np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], graph.eager(graph.example)["y"], atol=1e-6)
+
+
 def test_a_conversion_that_changes_the_answer_is_refused(tmp_path: Path) -> None:
     text = '<ir_version: 5, opset_import: ["": 11]> g (float[2, 3, 4] x) => (float[2, 3, 4] y) { y = Hardmax(x) }'
     with pytest.raises(UsageError, match="converter changes the output 'y' of the graph, of opset 11; export it with"):
