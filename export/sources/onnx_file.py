@@ -35,7 +35,7 @@ from attnforge.export.sources.onnx_check import (
     tensors,
 )
 from attnforge.export.sources.original import Original, as_standard, check_converted, has_scores, is_unlike_standard
-from attnforge.export.sources.repair import repair
+from attnforge.export.sources.repair import FUSED, repair, unfuse
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
 from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
 from attnforge.precision import Precision, precision_named
@@ -114,9 +114,12 @@ def _imported(
     file: Path, ranges: Ranges | None, precision: str | None, example: Sequence[Any] | Mapping[str, Any] | None
 ) -> Imported:
     model = given = _read(file)
-    if (model.opset_imports.get("") or 0) < FIRST_OPSET:
+    is_old = (model.opset_imports.get("") or 0) < FIRST_OPSET
+    if is_old or any(node.op_type == FUSED for node in model.graph):
         model = given.clone()
         infer_shapes(model)  # onnx's converter flattens what a Softmax of opset 12 takes if its rank is not known
+        unfuse(model)
+    if is_old:
         at_opset(model)
     usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})

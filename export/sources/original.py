@@ -115,7 +115,7 @@ class Original:
 
 
 def check_converted(given: ir.Model, converted: ir.Model, inputs: Mapping[str, Array]) -> None:
-    """Check on some inputs that a graph of an opset without float64 reference computes the same after its conversion.
+    """Check on some inputs that a graph which cannot be the reference itself computes the same after its conversion.
 
     Raises:
         BuildError: ONNX Runtime does not run the graph as it was given.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -123,6 +124,14 @@ def _is_shaped(info: onnx.ValueInfoProto) -> bool:
     return kind.HasField("shape") and all(dim.WhichOneof("value") for dim in kind.shape.dim)
 
 
+def order(rank: int, side: str, attributes: Mapping[str, int]) -> list[int]:
+    """The order in which a FusedMatMul of ONNX Runtime multiplies the dims of an operand, "A" or "B"."""
+    dims = list(range(rank))
+    if attributes.get(f"transBatch{side}"):
+        dims = [*dims[1:-1], 0, dims[-1]]
+    return [*dims[:-2], dims[-1], dims[-2]] if attributes.get(f"trans{side}") else dims
+
+
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
     """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with FusedMatMul,
     and with constants for every operator whose shape onnx infers, such as the axes of a ReduceMax."""
@@ -145,11 +154,12 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
 
     def _infer_FusedMatMul(self, node: onnx.NodeProto) -> None:
         attributes = {attribute.name: attribute.i for attribute in node.attribute}
-        left, right = (list(self._get_shape(node, i)) for i in range(2))
-        if min(len(left), len(right)) < 2 or attributes.get("transBatchA") or attributes.get("transBatchB"):
+        shapes = [list(self._get_shape(node, i)) for i in range(2)]
+        if min(map(len, shapes)) < 2:
             return
-        rows, columns = left[-1 if attributes.get("transA") else -2], right[-2 if attributes.get("transB") else -1]
-        shape = [*self._broadcast_shapes(left[:-2], right[:-2]), rows, columns]
+        orders = [order(len(shape), side, attributes) for shape, side in zip(shapes, "AB", strict=True)]
+        left, right = ([shape[i] for i in order] for shape, order in zip(shapes, orders, strict=True))
+        shape = [*self._broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]]
         dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
         self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
 

@@ -513,6 +513,21 @@ def test_attention_of_opset_11_is_found(tmp_path: Path) -> None:
     assert site.node is not None
 
 
+@pytest.mark.parametrize(
+    ("attributes", "a", "b"),
+    [("transB = 1, alpha = 0.5", "2, 5, 4", "2, 8, 4"), ("transBatchA = 1, transBatchB = 1", "5, 2, 6", "6, 2, 4"),
+     ("transA = 1, transB = 1, transBatchA = 1", "2, 3, 5", "3, 8, 2")],
+)  # fmt: skip
+def test_fused_products_are_written_as_the_standards(attributes: str, a: str, b: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["": 14, "com.microsoft": 1]> graph (float[{a}] a, float[{b}] b)
+        => (float[c, d, e] y) {{ p = com.microsoft.FusedMatMul<{attributes}>(a, b) y = Relu(p) }}"""
+    file = saved(text, tmp_path)
+    graph = import_graph(file)
+    assert {node.op_type for node in graph.model.graph} <= {"MatMul", "Mul", "Transpose", "Relu"}
+    (expected,) = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, graph.example)
+    np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceL2", "ReduceLogSumExp"])
 def test_the_shape_of_a_reduction_is_known(op_type: str, tmp_path: Path) -> None:
     text = f"""<ir_version: 8, opset_import: ["": 18]> graph (float[n, 3, 4] x) => (float[n, a, b] y)
@@ -525,7 +540,7 @@ def test_the_shape_of_a_reduction_is_known(op_type: str, tmp_path: Path) -> None
     [
         ("y, a, b = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2, local_window_size=2>(x,x,x,,,n,t)",
          "GroupQueryAttention"),
-        ("s = com.microsoft.FusedMatMul<transB=1, alpha=0.5>(x, x) w = Softmax(s) y = MatMul(w, x)", "FusedMatMul"),
+        ("s = com.microsoft.FusedMatMul<transB=1, alpha=0.5>(x, x) w = Softmax(s) y = MatMul(w, x)", "MatMul"),
     ],
 )  # fmt: skip
 def test_operators_whose_shapes_onnx_does_not_infer(body: str, kind: str, tmp_path: Path) -> None:
