@@ -20,7 +20,6 @@ from attnforge.export.graphs.nodes import is_op, is_used, optional_input
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 from attnforge.precision import Precision
 
-
 CONVERSION = 2.0**-10
 """Relative to the largest number, how far the conversion of a graph's opset may change an output; in general it keeps
 every bit."""
@@ -129,8 +128,8 @@ def check_converted(given: ir.Model, converted: ir.Model, inputs: Mapping[str, A
         within = CONVERSION * np.abs(expected[np.isfinite(expected)]).max(initial=0) if is_floating(array) else 0
         if expected.shape != got.shape or not np.allclose(got, expected, rtol=0, atol=within, equal_nan=True):
             raise UsageError(
-                f"onnx's converter changes the output {name!r} of the graph, of opset {given.opset_imports['']}; export "
-                f"it with opset {FIRST_OPSET} or later"
+                f"onnx's converter changes the output {name!r} of the graph, of opset {given.opset_imports['']}; "
+                f"export it with opset {FIRST_OPSET} or later"
             )
 
 

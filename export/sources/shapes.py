@@ -23,8 +23,8 @@ OPSET = 23
 
 
 _OF_ONNXRUNTIME = "attnforge.of_onnxruntime"
-"""Domain, during a conversion, of operators that ONNX Runtime adds to onnx's, such as LayerNormalization before opset 17
-and SimplifiedLayerNormalization; onnx's converter refuses them."""
+"""Domain, during a conversion, of operators that ONNX Runtime adds to onnx's, such as LayerNormalization before opset
+17 and SimplifiedLayerNormalization; onnx's converter refuses them."""
 
 
 def at_opset(model: ir.Model) -> None:
@@ -133,8 +133,8 @@ def order(rank: int, side: str, attributes: Mapping[str, int]) -> list[int]:
 
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
-    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with FusedMatMul,
-    and with constants for every operator whose shape onnx infers, such as the axes of a ReduceMax."""
+    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with
+    FusedMatMul, and with constants for every operator whose shape onnx infers, such as the axes of a ReduceMax."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
