@@ -30,6 +30,13 @@ LARGEST_CONSTANT = 2**28
 """Maximum number of elements that operators may compute from constants alone."""
 
 
+KNOWN_DOMAINS = (
+    "", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
+    "com.microsoft.experimental", "com.microsoft.nchwc", "com.ms.internal.nhwc",
+)  # fmt: skip
+"""Domains of operators that ONNX Runtime has."""
+
+
 def check_files(model: onnx.ModelProto, folder: Path) -> None:
     """Check where the weights of a model are stored, before anything reads them.
 
@@ -56,15 +63,16 @@ def check_files(model: onnx.ModelProto, folder: Path) -> None:
                 ) from error
 
 
-def check_initializers(graph: onnx.GraphProto) -> None:
-    """Check that a name has one initializer; of several, libraries use different ones.
+def check_names(graph: onnx.GraphProto) -> None:
+    """Check that a name has one initializer, of several of which libraries use different ones, and one output.
 
     Raises:
         UsageError: a name has more.
     """
-    (name, count), *_ = Counter(tensor.name for tensor in graph.initializer).most_common(1) or [("", 1)]
-    if count > 1:
-        raise UsageError(f"the graph has {count} initializers named {name!r}; export it again, with one for each name")
+    for kind, values in (("initializers", graph.initializer), ("outputs", graph.output)):
+        (name, count), *_ = Counter(value.name for value in values).most_common(1) or [("", 1)]
+        if count > 1:
+            raise UsageError(f"the graph has {count} {kind} named {name!r}; export it again, with one for each name")
 
 
 def check(model: ir.Model) -> None:
@@ -254,7 +262,13 @@ def _inner(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def _check_functions(model: ir.Model) -> None:
-    """Check the number of operators after functions are inlined, counting each function once."""
+    """Check the domains of functions, and the number of operators after they are inlined, counting each once."""
+    for domain, name, _ in model.functions:
+        if domain in KNOWN_DOMAINS:
+            raise UsageError(
+                f"the function {domain or 'ai.onnx'}::{name} may be an operator of ONNX Runtime too, and libraries "
+                "differ on which one counts; export the model without functions, or with their own domain"
+            )
     calls = {name: _operators(function) for name, function in model.functions.items()}
     used, todo = set[ir.OperatorIdentifier](), [*_operators(model.graph)]
     while todo:

@@ -27,10 +27,11 @@ from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
 from attnforge.export.sources.onnx_check import (
+    KNOWN_DOMAINS,
     check,
     check_files,
     check_growth,
-    check_initializers,
+    check_names,
     check_operator,
     tensors,
 )
@@ -162,7 +163,7 @@ def _read(file: Path) -> ir.Model:
     with raised_as(UsageError, f"{file} cannot be read as an ONNX model"):
         proto = onnx.load(file, load_external_data=False)
         check_files(proto, file.parent)
-        check_initializers(proto.graph)
+        check_names(proto.graph)
         model = ir.from_proto(proto)
     if not model.graph.outputs or not model.opset_imports:
         raise UsageError(f"{file} cannot be read as an ONNX model: it has no outputs")
@@ -184,12 +185,6 @@ _QUANTIZED = (
     *("MatMulInteger", "MatMulNBits", "MatMulBnb4", "ConvInteger"),
 )
 """Prefixes of the names of operators on quantized numbers."""
-
-KNOWN_DOMAINS = (
-    "", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
-    "com.microsoft.experimental", "com.microsoft.nchwc", "com.ms.internal.nhwc",
-)  # fmt: skip
-"""Domains of operators that ONNX Runtime has."""
 
 
 def _refuse(model: ir.Model) -> None:

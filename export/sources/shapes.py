@@ -9,7 +9,12 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
-from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, is_literal
+from onnxruntime.tools.symbolic_shape_infer import (
+    SymbolicShapeInference,
+    get_attribute,
+    get_shape_from_sympy_shape,
+    is_literal,
+)
 from onnxscript import optimizer, version_converter
 
 from attnforge.errors import UsageError, raised_as
@@ -134,11 +139,13 @@ def order(rank: int, side: str, attributes: Mapping[str, int]) -> list[int]:
 
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
     """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with
-    FusedMatMul, and with constants for every operator whose shape onnx infers, such as the axes of a ReduceMax."""
+    FusedMatMul, products of symbols in Flatten, and constants for every operator whose shape onnx infers, such as the
+    axes of a ReduceMax."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dispatcher_["FusedMatMul"] = self._infer_FusedMatMul
+        self.dispatcher_["Flatten"] = self._infer_Flatten
 
     def _onnx_infer_single_node(self, node: onnx.NodeProto) -> None:
         super()._onnx_infer_single_node(node)
@@ -160,6 +167,13 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
         orders = [order(len(shape), side, attributes) for shape, side in zip(shapes, "AB", strict=True)]
         left, right = ([shape[i] for i in order] for shape, order in zip(shapes, orders, strict=True))
         shape = [*self._broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]]
+        dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
+        self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
+
+    def _infer_Flatten(self, node: onnx.NodeProto) -> None:
+        dims, axis = self._get_sympy_shape(node, 0), get_attribute(node, "axis", 1)
+        axis = axis if axis >= 0 else axis + len(dims)
+        shape = get_shape_from_sympy_shape([prod(dims[:axis]), prod(dims[axis:])])
         dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
         self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
 

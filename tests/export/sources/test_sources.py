@@ -500,15 +500,21 @@ def test_a_conversion_that_changes_the_answer_is_refused(tmp_path: Path) -> None
         import_graph(saved(text, tmp_path))
 
 
-def test_attention_of_opset_11_is_found(tmp_path: Path) -> None:
-    """torch's older exporter writes the last axis as 3, and shapes as chains of operators."""
-    text = """<ir_version: 6, opset_import: ["": 11]> graph (float[n, 3, 8] x) => (float[n, 3, 8] y) {
-        s = Shape(x) zero = Constant<value = int64 {0}>() n = Gather(s, zero) batch = Unsqueeze<axes = [0]>(n)
-        rest = Constant<value = int64[3] {-1, 2, 4}>() shape = Concat<axis = 0>(batch, rest)
+@pytest.mark.parametrize(
+    "softmax",
+    ["weights = Softmax<axis = 3>(scores)",
+     "f = Flatten<axis = 3>(scores) w = Softmax<axis = 1>(f) of = Shape(scores) weights = Reshape(w, of)"],
+)  # fmt: skip
+def test_attention_of_opset_11_is_found(softmax: str, tmp_path: Path) -> None:
+    """torch's older exporter writes the last axis as 3, and shapes as chains of operators; onnx's converter
+    flattens."""
+    text = f"""<ir_version: 6, opset_import: ["": 11]> graph (float[n, 3, 8] x) => (float[n, 3, 8] y) {{
+        s = Shape(x) zero = Constant<value = int64 {{0}}>() n = Gather(s, zero) batch = Unsqueeze<axes = [0]>(n)
+        rest = Constant<value = int64[3] {{-1, 2, 4}}>() shape = Concat<axis = 0>(batch, rest)
         heads = Reshape(x, shape) q = Transpose<perm = [0, 2, 1, 3]>(heads) k = Transpose<perm = [0, 2, 3, 1]>(heads)
-        scores = MatMul(q, k) weights = Softmax<axis = 3>(scores) o = MatMul(weights, q)
-        t = Transpose<perm = [0, 2, 1, 3]>(o) flat = Constant<value = int64[3] {0, 0, 8}>() y = Reshape(t, flat)
-    }"""
+        scores = MatMul(q, k) {softmax} o = MatMul(weights, q)
+        t = Transpose<perm = [0, 2, 1, 3]>(o) flat = Constant<value = int64[3] {{0, 0, 8}}>() y = Reshape(t, flat)
+    }}"""
     (site,) = canonicalize(import_graph(saved(text, tmp_path), {"n": (1, 2, 4)}).model).sites
     assert site.node is not None
 
