@@ -263,10 +263,10 @@ def _inner(node: ir.Node) -> Iterator[ir.Graph]:
 
 def _check_functions(model: ir.Model) -> None:
     """Check the domains of functions, and the number of operators after they are inlined, counting each once."""
-    for domain, name, _ in model.functions:
+    for domain, function, _ in model.functions:
         if domain in KNOWN_DOMAINS:
             raise UsageError(
-                f"the function {domain or 'ai.onnx'}::{name} may be an operator of ONNX Runtime too, and libraries "
+                f"the function {domain or 'ai.onnx'}::{function} may be an operator of ONNX Runtime too, and libraries "
                 "differ on which one counts; export the model without functions, or with their own domain"
             )
     calls = {name: _operators(function) for name, function in model.functions.items()}
