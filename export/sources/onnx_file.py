@@ -117,8 +117,8 @@ def _imported(
     model = given = _read(file)
     is_old = (model.opset_imports.get("") or 0) < FIRST_OPSET
     if is_old or any(node.op_type == FUSED for node in model.graph):
+        infer_shapes(given)  # onnx's converter flattens what a Softmax of opset 12 takes if its rank is not known
         model = given.clone()
-        infer_shapes(model)  # onnx's converter flattens what a Softmax of opset 12 takes if its rank is not known
         unfuse(model)
     if is_old:
         at_opset(model)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter
@@ -18,6 +19,7 @@ from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
+from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.shapes import order
 
 FLOAT, FUSED = ir.DataType.FLOAT, "FusedMatMul"
@@ -175,8 +177,11 @@ def _product(op: Builder, node: ir.Node, attributes: Mapping[str, int]) -> ir.Va
         x = input_of(node, i)
         dims = order(len(dims_of(x)), side, attributes)
         sides.append(x if dims == sorted(dims) else op.Transpose(x, perm=dims))
-    product, alpha = op.MatMul(*sides), node.attributes.get_float("alpha", 1.0)
-    return product if alpha == 1 else op.Mul(product, constant(op, alpha, input_of(node).dtype or FLOAT))
+    product, alpha, dtype = op.MatMul(*sides), node.attributes.get_float("alpha", 1.0), input_of(node).dtype or FLOAT
+    if dtype not in LOW or float(np.asarray(alpha, dtype.numpy())) == alpha:
+        return product if alpha == 1 else op.Mul(product, constant(op, alpha, dtype))
+    wide = op.Mul(op.Cast(product, to=FLOAT.value), constant(op, alpha, FLOAT))  # no 16-bit number is this factor
+    return op.Cast(wide, to=dtype.value)
 
 
 def repair(model: ir.Model) -> None:

@@ -534,6 +534,13 @@ def test_fused_products_are_written_as_the_standards(attributes: str, a: str, b:
     np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], expected, rtol=0, atol=1e-5)
 
 
+def test_fused_products_in_bfloat16(tmp_path: Path) -> None:
+    """ONNX Runtime has no kernels for them on CPUs."""
+    text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> graph (bfloat16[2, 5, 4] x)
+        => (bfloat16[c, d, e] y) { p = com.microsoft.FusedMatMul<transB = 1, alpha = 0.3>(x, x) y = Relu(p) }"""
+    assert [spec.dtype for spec in import_graph(saved(text, tmp_path)).outputs] == ["bfloat16"]
+
+
 @pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceL2", "ReduceLogSumExp"])
 def test_the_shape_of_a_reduction_is_known(op_type: str, tmp_path: Path) -> None:
     text = f"""<ir_version: 8, opset_import: ["": 18]> graph (float[n, 3, 4] x) => (float[n, a, b] y)
