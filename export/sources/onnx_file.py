@@ -131,7 +131,7 @@ def _imported(
     check_growth(model, usual)
     _refuse(model)
     converted = None if model is given else model.clone()
-    dtype = _float_type(model)
+    dtype = _float_type(given)
     chosen = precision_named(precision or _NAMES[dtype])
     if (wanted := _DTYPES[chosen.name]) != dtype:
         retype(model, LOW if dtype != FLOAT and wanted == FLOAT else (dtype,), wanted)
