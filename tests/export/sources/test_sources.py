@@ -534,6 +534,17 @@ def test_fused_products_are_written_as_the_standards(attributes: str, a: str, b:
     np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], expected, rtol=0, atol=1e-5)
 
 
+def test_attention_in_double_stays_as_it_is(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]> graph (float[2, 5, 4] x) => (float[2, 5, 4] y)
+        <float[1] w = {2.0}> { d = Cast<to = 11>(x) t = Transpose<perm = [0, 2, 1]>(d) s = MatMul(d, t)
+        p = Softmax(s) o = MatMul(p, d) f = Cast<to = 1>(o) y = Mul(f, w) }"""
+    graph = import_graph(saved(text, tmp_path))
+    (site,) = canonicalize(graph.model).sites
+    assert site.reason == "it is computed in double, which fused attention kernels do not know"
+    lower(graph.model, [site], {})
+    np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], graph.eager(graph.example)["y"], atol=1e-6)
+
+
 def test_fused_products_in_bfloat16(tmp_path: Path) -> None:
     """ONNX Runtime has no kernels for them on CPUs."""
     text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> graph (bfloat16[2, 5, 4] x)
