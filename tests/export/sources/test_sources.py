@@ -545,6 +545,15 @@ def test_attention_in_double_stays_as_it_is(tmp_path: Path) -> None:
     np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], graph.eager(graph.example)["y"], atol=1e-6)
 
 
+def test_one_hot_numbers_have_a_reference(tmp_path: Path) -> None:
+    """TensorFlow's BERT looks up its token types by them; ONNX Runtime has no kernel in double."""
+    text = """<ir_version: 8, opset_import: ["": 17]> graph (int32[2, 5] x) => (float[2, 5, 3] y)
+        <int32 depth = {2}, float[2] values = {0.25, 1.5}, float[2, 3] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}>
+        { o = OneHot(x, depth, values) y = MatMul(o, w) }"""
+    graph = import_graph(saved(text, tmp_path))
+    np.testing.assert_allclose(graph.exact(graph.example)["y"], graph.eager(graph.example)["y"], rtol=1e-6)
+
+
 def test_fused_products_in_bfloat16(tmp_path: Path) -> None:
     """ONNX Runtime has no kernels for them on CPUs."""
     text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> graph (bfloat16[2, 5, 4] x)
