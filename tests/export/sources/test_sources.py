@@ -546,9 +546,9 @@ def test_attention_in_double_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_one_hot_numbers_have_a_reference(tmp_path: Path) -> None:
-    """TensorFlow's BERT looks up its token types by them; ONNX Runtime has no kernel in double."""
-    text = """<ir_version: 8, opset_import: ["": 17]> graph (int32[2, 5] x) => (float[2, 5, 3] y)
-        <int32 depth = {2}, float[2] values = {0.25, 1.5}, float[2, 3] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}>
+    """ONNX Runtime has no kernel in double, and onnx's reference none for a depth with a dim."""
+    text = """<ir_version: 8, opset_import: ["": 17]> graph (int64[2, 5] x) => (float[2, 5, 3] y)
+        <int64[1] depth = {2}, float[2] values = {0.25, 1.5}, float[2, 3] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}>
         { o = OneHot(x, depth, values) y = MatMul(o, w) }"""
     graph = import_graph(saved(text, tmp_path))
     np.testing.assert_allclose(graph.exact(graph.example)["y"], graph.eager(graph.example)["y"], rtol=1e-6)
