@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 
 from attnforge.bundle.external import locations, messages
-from attnforge.bundle.fields import MOST_DIMS
-from attnforge.errors import CaptureError, UnavailableError, UsageError, first_line
+from attnforge.bundle.fields import LONGEST_NAME, MOST_DIMS
+from attnforge.errors import CONTROL, CaptureError, UnavailableError, UsageError, first_line, shortened
 from attnforge.export.graphs.nodes import constant_of, optional_input
 from attnforge.export.room import Numbers, most_alive
 from attnforge.files import open_inside
@@ -80,11 +80,20 @@ def check(model: ir.Model) -> None:
 
     Raises:
         UsageError: it is too large or nested too deep, a name in it is not defined or only defined later, an input has
-            no type, or a constant has fewer numbers than its dims say.
+            no type, an output is no tensor of numbers, or a constant has fewer numbers than its dims say.
     """
     for value in model.graph.inputs:
         if not isinstance(value.type, ir.TensorType) or value.dtype in (None, ir.DataType.UNDEFINED):
             raise UsageError(f"the input {value.name!r} is not a tensor of a known type; export the graph again")
+    for value in model.graph.outputs:
+        if value.type is not None and (not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING):
+            raise UsageError(f"the output {value.name!r} is not a tensor of numbers; export the graph without it")
+    for name in (str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)):
+        if CONTROL.search(name) or not 0 < len(name) <= LONGEST_NAME:
+            raise UsageError(
+                f"an input or output is named {shortened(name)!r}; give it a name of at most {LONGEST_NAME:,} "
+                "characters, without control characters"
+            )
     for tensor in tensors(model):
         _check_tensor(tensor)
     _check_functions(model)

@@ -106,6 +106,26 @@ def test_two_outputs_of_one_name(tmp_path: Path) -> None:
     refused(file, "2 outputs named 'y'")
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (helper.make_tensor_value_info("z", TensorProto.STRING, [2]), "output 'z' is not a tensor of numbers"),
+        (helper.make_tensor_sequence_value_info("z", FLOAT, None), "output 'z' is not a tensor of numbers"),
+        (helper.make_tensor_value_info("z\x1b[31m", FLOAT, [2]), "is named .*without control characters"),
+        (helper.make_tensor_value_info("z" * 2000, FLOAT, [2]), "at most 1,024 characters"),
+    ],
+    ids=["strings", "a sequence", "control characters", "long"],
+)
+def test_outputs_that_a_bundle_cannot_have(tmp_path: Path, value: onnx.ValueInfoProto, words: str) -> None:
+    kind = {"z": "SequenceConstruct" if value.type.HasField("sequence_type") else "Cast"}.get(value.name, "Neg")
+    more = {"to": TensorProto.STRING} if kind == "Cast" else {}
+    file = saved(tmp_path, [node("Relu", "x"), node(kind, "x", output=value.name, **more)])
+    model = onnx.load(file)
+    model.graph.output.append(value)
+    onnx.save(model, file)
+    refused(file, words)
+
+
 def test_an_input_of_strings(tmp_path: Path) -> None:
     text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x, string[2] s) => (float[2] y) { y = Relu(x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
