@@ -33,7 +33,7 @@ from attnforge.bundle.schema import (
     dim_name,
 )
 from attnforge.bundle.trust import Trusted, keys_of, signatures
-from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, shortened
+from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, shortened
 from attnforge.files import Identity, identity, names_in, open_inside, open_regular
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def used(path: Path, how: str) -> Iterator[None]:
 def unlisted_text(path: Path, names: Sequence[str]) -> str:
     """Return a message about files that a manifest does not list."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{path} contains files not listed in its manifest: {', '.join(names[:3])}{more}"
+    return f"{path} contains files not listed in its manifest: {', '.join(map(plain, names[:3]))}{more}"
 
 
 def _names_files(data: bytes | mmap.mmap) -> bool:

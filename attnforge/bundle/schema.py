@@ -22,12 +22,14 @@ from attnforge.bundle.fields import (
     Name,
     Positive,
     PrecisionName,
+    Seconds,
     Seed,
     Sha256,
     Size,
     StoredRecord,
     TargetFile,
     Threads,
+    Whole,
 )
 from attnforge.certificate import Certificate
 from attnforge.machine import Machine
@@ -106,11 +108,11 @@ class TensorSpec(StoredRecord):
     name: Name
     dtype: DType
     dims: Annotated[list[Size | DimSpec], Field(max_length=MOST_DIMS)]
-    low: int | None = None
-    high: int | None = None
+    low: Whole | None = None
+    high: Whole | None = None
     excludes: float | Literal["-inf"] | None = None
     setting: tuple[float, float] | None = None
-    index: tuple[int, int] | None = None
+    index: tuple[Whole, Whole] | None = None
     role: Literal["shape", "number", "scores"] | None = None
 
     def text(self) -> str:
@@ -196,7 +198,7 @@ class Tuning(StoredRecord):
 
     processors: Count
     sizes: dict[Name, Size]
-    seconds: float
+    seconds: Seconds
 
 
 class SessionSettings(StoredRecord):
@@ -415,7 +417,7 @@ class Choice(StoredRecord):
     picked: str | None
     milliseconds: dict[str, float]
     dropped: dict[str, str]
-    seconds: float
+    seconds: Seconds
 
 
 class Wrong(StoredRecord):
@@ -452,7 +454,7 @@ class Cost(StoredRecord):
         memory: peak memory of its process, in bytes; 0 if unknown.
     """
 
-    seconds: float
+    seconds: Seconds
     memory: int
 
     def text(self) -> str:
@@ -580,7 +582,7 @@ class Manifest(StoredRecord):
     max_eager_error: Positive | None = None
     choice: Choice | None = None
     wrong: Wrong | None = None
-    seconds: dict[str, float] = {}
+    seconds: dict[str, Seconds] = {}
     memory: dict[str, int] = {}
     children: dict[str, Cost] = {}
     reused: list[str] = []
@@ -697,6 +699,8 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
                     yield f"inputs: {spec.name} has a dim {dim.text} without min <= opt <= max"
         if spec.low is not None and (spec.high is None or spec.low > spec.high):
             yield f"inputs: {spec.name} has numbers from {spec.low} to {spec.high}"
+        if spec.excludes is not None and not spec.dtype.startswith(("float", "bfloat")):
+            yield f"inputs: {spec.name} is of {spec.dtype}, which excludes no keys by a number"
         if spec.setting is not None and spec.setting[0] > spec.setting[1]:
             yield f"inputs: {spec.name} has a setting from {spec.setting[0]} to {spec.setting[1]}"
     for case in [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]:

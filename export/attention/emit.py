@@ -127,6 +127,8 @@ def _operands(scores: Scores, weights: Weights) -> _Operands:
     dtype = query.value.dtype
     if (narrowed := _cast_back(output.value, dtype)) is not None:
         output = Operand(*after_views(narrowed, output.layout))
+    if dtype == ir.DataType.DOUBLE:
+        raise NotAttention("it is computed in double, which fused attention kernels do not know")
     if dtype is None or not dtype == key.value.dtype == value.value.dtype == output.value.dtype:
         raise NotAttention("query, key, values and output are not all of one type")
     scale = scores.steps.scale * query_factor * key_factor

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Quantised, Trusted, open_bundle, used
-from attnforge.errors import UnavailableError, UnknownNameError, first_line
+from attnforge.errors import BundleError, UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.deployed import step_tensors_on, tensors_on
 from attnforge.export.diagnosis.finding import COSTS, Finding, finite
 from attnforge.export.diagnosis.findings import Examination, first_finding
@@ -224,6 +224,8 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
     candidates = failing or comparisons
     small = {c.case for c in comparisons if c.compared <= LARGE} or set(by_name)
     ordinary = [c for c in candidates if by_name[c.case].is_ordinary and c.case in small] or candidates
+    if not cases:
+        raise BundleError("the bundle has no reference case to diagnose; deploy the model again")
     if not ordinary:
         return Subject(cases[0], "no backend ran")
     if failing:

@@ -190,6 +190,15 @@ def _hard_swish(op: Builder, node: ir.Node) -> list[ir.Value]:
     return [op.Mul(x, op.Clip(gate, _number(op, 0), _number(op, 1)))]
 
 
+def _one_hot(op: Builder, node: ir.Node) -> list[ir.Value]:
+    indices, depth, values = (_input(node, i) for i in range(3))
+    if values.dtype != DOUBLE:
+        return [op.op("OneHot", [indices, depth, values], node.attributes)]
+    whole = [op.Cast(x, to=ir.DataType.INT64.value) for x in (indices, depth)]
+    hot = op.Cast(op.op("OneHot", [*whole, constant(op, [0, 1])], node.attributes), to=ir.DataType.BOOL.value)
+    return [op.Where(hot, op.Gather(values, constant(op, 1)), op.Gather(values, constant(op, 0)))]
+
+
 def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
     inputs = inputs_of(node)
     return [op.Div(op.Sum(*inputs), _number(op, len(inputs)))]
@@ -317,6 +326,7 @@ _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
     ("", "HardSwish"): _hard_swish,
     ("", "LSTM"): _recurrent,
     ("", "Mean"): _mean,
+    ("", "OneHot"): _one_hot,
     ("com.microsoft", "BiasGelu"): _gelu,
     ("com.microsoft", "EmbedLayerNormalization"): _embed_layer_norm,
     ("com.microsoft", "FastGelu"): _gelu,

@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 
 from attnforge.bundle.external import locations, messages
-from attnforge.bundle.fields import MOST_DIMS
-from attnforge.errors import CaptureError, UnavailableError, UsageError, first_line
+from attnforge.bundle.fields import LONGEST_NAME, MOST_DIMS
+from attnforge.errors import CONTROL, CaptureError, UnavailableError, UsageError, first_line, shortened
 from attnforge.export.graphs.nodes import constant_of, optional_input
 from attnforge.export.room import Numbers, most_alive
 from attnforge.files import open_inside
@@ -28,6 +28,13 @@ DEEPEST = 8
 
 LARGEST_CONSTANT = 2**28
 """Maximum number of elements that operators may compute from constants alone."""
+
+
+KNOWN_DOMAINS = (
+    "", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
+    "com.microsoft.experimental", "com.microsoft.nchwc", "com.ms.internal.nhwc",
+)  # fmt: skip
+"""Domains of operators that ONNX Runtime has."""
 
 
 def check_files(model: onnx.ModelProto, folder: Path) -> None:
@@ -56,15 +63,16 @@ def check_files(model: onnx.ModelProto, folder: Path) -> None:
                 ) from error
 
 
-def check_initializers(graph: onnx.GraphProto) -> None:
-    """Check that a name has one initializer; of several, libraries use different ones.
+def check_names(graph: onnx.GraphProto) -> None:
+    """Check that a name has one initializer, of several of which libraries use different ones, and one output.
 
     Raises:
         UsageError: a name has more.
     """
-    (name, count), *_ = Counter(tensor.name for tensor in graph.initializer).most_common(1) or [("", 1)]
-    if count > 1:
-        raise UsageError(f"the graph has {count} initializers named {name!r}; export it again, with one for each name")
+    for kind, values in (("initializers", graph.initializer), ("outputs", graph.output)):
+        (name, count), *_ = Counter(value.name for value in values).most_common(1) or [("", 1)]
+        if count > 1:
+            raise UsageError(f"the graph has {count} {kind} named {name!r}; export it again, with one for each name")
 
 
 def check(model: ir.Model) -> None:
@@ -72,11 +80,20 @@ def check(model: ir.Model) -> None:
 
     Raises:
         UsageError: it is too large or nested too deep, a name in it is not defined or only defined later, an input has
-            no type, or a constant has fewer numbers than its dims say.
+            no type, an output is no tensor of numbers, or a constant has fewer numbers than its dims say.
     """
     for value in model.graph.inputs:
         if not isinstance(value.type, ir.TensorType) or value.dtype in (None, ir.DataType.UNDEFINED):
             raise UsageError(f"the input {value.name!r} is not a tensor of a known type; export the graph again")
+    for value in model.graph.outputs:
+        if value.type is not None and (not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING):
+            raise UsageError(f"the output {value.name!r} is not a tensor of numbers; export the graph without it")
+    for name in (str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)):
+        if CONTROL.search(name) or not 0 < len(name) <= LONGEST_NAME:
+            raise UsageError(
+                f"an input or output is named {shortened(name)!r}; give it a name of at most {LONGEST_NAME:,} "
+                "characters, without control characters"
+            )
     for tensor in tensors(model):
         _check_tensor(tensor)
     _check_functions(model)
@@ -254,7 +271,13 @@ def _inner(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def _check_functions(model: ir.Model) -> None:
-    """Check the number of operators after functions are inlined, counting each function once."""
+    """Check the domains of functions, and the number of operators after they are inlined, counting each once."""
+    for domain, function, _ in model.functions:
+        if domain in KNOWN_DOMAINS:
+            raise UsageError(
+                f"the function {domain or 'ai.onnx'}::{function} may be an operator of ONNX Runtime too, and libraries "
+                "differ on which one counts; export the model without functions, or with their own domain"
+            )
     calls = {name: _operators(function) for name, function in model.functions.items()}
     used, todo = set[ir.OperatorIdentifier](), [*_operators(model.graph)]
     while todo:

@@ -27,15 +27,16 @@ from attnforge.export.attention.roles import index_range
 from attnforge.export.graphs.float64 import FIRST_OPSET
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
 from attnforge.export.sources.onnx_check import (
+    KNOWN_DOMAINS,
     check,
     check_files,
     check_growth,
-    check_initializers,
+    check_names,
     check_operator,
     tensors,
 )
-from attnforge.export.sources.original import Original, as_standard, has_scores, is_unlike_standard
-from attnforge.export.sources.repair import repair
+from attnforge.export.sources.original import Original, as_standard, check_converted, has_scores, is_unlike_standard
+from attnforge.export.sources.repair import FUSED, repair, unfuse
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
 from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
 from attnforge.precision import Precision, precision_named
@@ -113,7 +114,14 @@ def import_graph(
 def _imported(
     file: Path, ranges: Ranges | None, precision: str | None, example: Sequence[Any] | Mapping[str, Any] | None
 ) -> Imported:
-    model = _read(file)
+    model = given = _read(file)
+    is_old = (model.opset_imports.get("") or 0) < FIRST_OPSET
+    if is_old or any(node.op_type == FUSED for node in model.graph):
+        infer_shapes(given)  # onnx's converter flattens what a Softmax of opset 12 takes if its rank is not known
+        model = given.clone()
+        unfuse(model)
+    if is_old:
+        at_opset(model)
     usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
@@ -122,7 +130,8 @@ def _imported(
     infer_shapes(model)
     check_growth(model, usual)
     _refuse(model)
-    dtype = _float_type(model)
+    converted = None if model is given else model.clone()
+    dtype = _float_type(given)
     chosen = precision_named(precision or _NAMES[dtype])
     if (wanted := _DTYPES[chosen.name]) != dtype:
         retype(model, LOW if dtype != FLOAT and wanted == FLOAT else (dtype,), wanted)
@@ -142,6 +151,8 @@ def _imported(
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
     check_growth(model, usual)
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
+    if converted is not None:
+        check_converted(given, converted, imported.example)
     imported.eager(imported.example), imported.exact(imported.example)  # raise if the graph cannot be run
     return imported
 
@@ -152,7 +163,7 @@ def _read(file: Path) -> ir.Model:
     with raised_as(UsageError, f"{file} cannot be read as an ONNX model"):
         proto = onnx.load(file, load_external_data=False)
         check_files(proto, file.parent)
-        check_initializers(proto.graph)
+        check_names(proto.graph)
         model = ir.from_proto(proto)
     if not model.graph.outputs or not model.opset_imports:
         raise UsageError(f"{file} cannot be read as an ONNX model: it has no outputs")
@@ -166,8 +177,6 @@ def _read(file: Path) -> ir.Model:
     common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
     common.NameFixPass()(model)
-    if (model.opset_imports.get("") or 0) < FIRST_OPSET:
-        at_opset(model)
     return model
 
 
@@ -176,12 +185,6 @@ _QUANTIZED = (
     *("MatMulInteger", "MatMulNBits", "MatMulBnb4", "ConvInteger"),
 )
 """Prefixes of the names of operators on quantized numbers."""
-
-KNOWN_DOMAINS = (
-    "", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
-    "com.microsoft.experimental", "com.microsoft.nchwc", "com.ms.internal.nhwc",
-)  # fmt: skip
-"""Domains of operators that ONNX Runtime has."""
 
 
 def _refuse(model: ir.Model) -> None:

@@ -12,13 +12,17 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
-from attnforge.arrays import Array
-from attnforge.errors import AttnforgeError, BuildError, CaptureError, first_line, raised_as, shortened
+from attnforge.arrays import Array, is_floating
+from attnforge.errors import AttnforgeError, BuildError, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
-from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.float64 import FIRST_OPSET, NoDoublePath
 from attnforge.export.graphs.nodes import is_op, is_used, optional_input
-from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
+from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LOW, retype
 from attnforge.precision import Precision
+
+CONVERSION = 2.0**-10
+"""Relative to the largest number, how far the conversion of a graph's opset may change an output; in general it keeps
+every bit."""
 
 
 def has_scores(node: ir.Node) -> bool:
@@ -107,6 +111,29 @@ class Original:
             retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
             evaluator = ReferenceEvaluator(ir.to_proto(model))
         return lambda inputs: _evaluate(evaluator, inputs, reason)
+
+
+def check_converted(given: ir.Model, converted: ir.Model, inputs: Mapping[str, Array]) -> None:
+    """Check on some inputs that a graph which cannot be the reference itself computes the same after its conversion. Of
+    both, what is in 16 bits is computed in fp32. The graphs are changed.
+
+    Raises:
+        BuildError: ONNX Runtime does not run the graph as it was given.
+        UsageError: the conversion changed what it computes.
+    """
+    for model in (given, converted):
+        retype(model, LOW, FLOAT)
+    with raised_as(BuildError, "ONNX Runtime cannot run the graph as it was given"):
+        before, after = as_it_is(given), as_it_is(converted)
+    results = _run(after, inputs)
+    for name, array in _run(before, inputs).items():
+        expected, got = wide(array), wide(results[name])
+        within = CONVERSION * np.abs(expected[np.isfinite(expected)]).max(initial=0) if is_floating(array) else 0
+        if expected.shape != got.shape or not np.allclose(got, expected, rtol=0, atol=within, equal_nan=True):
+            raise UsageError(
+                f"onnx's converter changes the output {name!r} of the graph, of opset {given.opset_imports['']}; "
+                f"export it with opset {FIRST_OPSET} or later"
+            )
 
 
 def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapping[str, Array]) -> dict[str, Array]:

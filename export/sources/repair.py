@@ -1,13 +1,14 @@
-"""Simplify graphs of torch's exporter without changing their numbers, and repair violations of the ONNX standard."""
+"""Simplify graphs of exporters without changing their numbers, and repair violations of the ONNX standard."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter
@@ -18,8 +19,10 @@ from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
+from attnforge.export.graphs.types import LOW
+from attnforge.export.sources.shapes import order
 
-FLOAT = ir.DataType.FLOAT
+FLOAT, FUSED = ir.DataType.FLOAT, "FusedMatMul"
 
 LEAST_BYTES = 1024
 """Minimum size of a weight that is shared."""
@@ -153,6 +156,32 @@ def _rules_by_operator() -> Iterator[None]:
     finally:
         matchers.match = match
         _MATCHING.release()
+
+
+def unfuse(model: ir.Model) -> None:
+    """Write every FusedMatMul of `model`, by ONNX Runtime's optimizer, as operators of the standard, in place, so that
+    attention is found and every target runs it. The shapes of its operands must be known."""
+    for node in [node for node in model.graph if node.op_type == FUSED]:
+        attributes = {name: node.attributes.get_int(name, 0) for name in node.attributes if name != "alpha"}
+        if all(x is not None and x.shape is not None and len(x.shape) > 1 for x in node.inputs):
+            result = insert(model.graph, node, partial(_product, node=node, attributes=attributes))
+            result.type, old = input_of(node).type, node.outputs[0]
+            old.name, result.name = f"{old.name}/fused", old.name
+            ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
+            model.graph.remove(node, safe=True)
+
+
+def _product(op: Builder, node: ir.Node, attributes: Mapping[str, int]) -> ir.Value:
+    sides = []
+    for i, side in enumerate("AB"):
+        x = input_of(node, i)
+        dims = order(len(dims_of(x)), side, attributes)
+        sides.append(x if dims == sorted(dims) else op.Transpose(x, perm=dims))
+    product, alpha, dtype = op.MatMul(*sides), node.attributes.get_float("alpha", 1.0), input_of(node).dtype or FLOAT
+    if dtype not in LOW or float(np.asarray(alpha, dtype.numpy())) == alpha:
+        return product if alpha == 1 else op.Mul(product, constant(op, alpha, dtype))
+    wide = op.Mul(op.Cast(product, to=FLOAT.value), constant(op, alpha, FLOAT))  # no 16-bit number is this factor
+    return op.Cast(wide, to=dtype.value)
 
 
 def repair(model: ir.Model) -> None:

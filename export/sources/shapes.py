@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
-from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, is_literal
+from onnxruntime.tools.symbolic_shape_infer import (
+    SymbolicShapeInference,
+    get_attribute,
+    get_shape_from_sympy_shape,
+    is_literal,
+)
 from onnxscript import optimizer, version_converter
 
 from attnforge.errors import UsageError, raised_as
 from attnforge.export.graphs.float64 import through_onnx
+from attnforge.export.graphs.nodes import constant_of
 from attnforge.export.graphs.types import FLOATS
 from attnforge.quiet import quiet
 
 OPSET = 23
 """The first opset with the Attention operator."""
+
+
+_OF_ONNXRUNTIME = "attnforge.of_onnxruntime"
+"""Domain, during a conversion, of operators that ONNX Runtime adds to onnx's, such as LayerNormalization before opset
+17 and SimplifiedLayerNormalization; onnx's converter refuses them."""
 
 
 def at_opset(model: ir.Model) -> None:
@@ -29,15 +41,32 @@ def at_opset(model: ir.Model) -> None:
     have = model.opset_imports.get("") or 0
     if have >= OPSET:
         return
+    resized = {node.outputs[0].name for node in model.graph if have < 11 and node.op_type in ("Resize", "Upsample")}
+    model.ir_version = max(model.ir_version, 10)  # before 4, weights had to be inputs too
     with raised_as(UsageError, f"the graph is of opset {have} and cannot be converted to opset {OPSET}"), quiet():
         if have >= 18:
             version_converter.convert_version(model, OPSET)
         else:  # below 18, onnxscript's converter changes only the opset number
+            for node in model.graph:
+                if node.domain == "" and not onnx.defs.has(node.op_type, have):
+                    node.domain = _OF_ONNXRUNTIME
+            model.opset_imports[_OF_ONNXRUNTIME] = 1
             through_onnx(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
             model.opset_imports[""] = OPSET
+            del model.opset_imports[_OF_ONNXRUNTIME]
     for node in model.graph:
         node.version = None
-    model.ir_version = max(model.ir_version, 10)
+        if node.domain == _OF_ONNXRUNTIME:
+            node.domain = ""
+        if node.op_type == "Resize" and node.outputs[0].name in resized:
+            _as_before_opset_11(node)
+
+
+def _as_before_opset_11(node: ir.Node) -> None:
+    """Make a converted Resize compute what it did before opset 11; onnx 1.23 leaves it with newer defaults."""
+    scales = constant_of(node.inputs[2])
+    node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+    node.attributes.add(ir.AttrString("nearest_mode", "ceil" if scales is not None and scales.min() < 1 else "floor"))
 
 
 def fold(model: ir.Model, floats: bool = True) -> None:
@@ -100,21 +129,51 @@ def _is_shaped(info: onnx.ValueInfoProto) -> bool:
     return kind.HasField("shape") and all(dim.WhichOneof("value") for dim in kind.shape.dim)
 
 
+def order(rank: int, side: str, attributes: Mapping[str, int]) -> list[int]:
+    """The order in which a FusedMatMul of ONNX Runtime multiplies the dims of an operand, "A" or "B"."""
+    dims = list(range(rank))
+    if attributes.get(f"transBatch{side}"):
+        dims = [*dims[1:-1], 0, dims[-1]]
+    return [*dims[:-2], dims[-1], dims[-2]] if attributes.get(f"trans{side}") else dims
+
+
 class _Inference(SymbolicShapeInference):  # type: ignore[misc]
-    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, and with
-    FusedMatMul."""
+    """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with
+    FusedMatMul, products of symbols in Flatten, and constants for every operator whose shape onnx infers, such as the
+    axes of a ReduceMax."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dispatcher_["FusedMatMul"] = self._infer_FusedMatMul
+        self.dispatcher_["Flatten"] = self._infer_Flatten
+
+    def _onnx_infer_single_node(self, node: onnx.NodeProto) -> None:
+        super()._onnx_infer_single_node(node)
+        constants = [self.initializers_[name] for name in node.input if name in self.initializers_]
+        found = [self.known_vi_[name] for name in node.output if name]
+        if constants and not all(value.type.tensor_type.HasField("shape") for value in found):
+            inputs = [self.known_vi_[name] for name in node.input if name]
+            graph = onnx.helper.make_graph([node], "node", inputs, found, constants)
+            self.tmp_mp_.graph.CopyFrom(graph)
+            inferred = onnx.shape_inference.infer_shapes(self.tmp_mp_).graph.output
+            for value, better in zip(found, inferred, strict=True):
+                value.CopyFrom(better)
 
     def _infer_FusedMatMul(self, node: onnx.NodeProto) -> None:
         attributes = {attribute.name: attribute.i for attribute in node.attribute}
-        left, right = (list(self._get_shape(node, i)) for i in range(2))
-        if min(len(left), len(right)) < 2 or attributes.get("transBatchA") or attributes.get("transBatchB"):
+        shapes = [list(self._get_shape(node, i)) for i in range(2)]
+        if min(map(len, shapes)) < 2:
             return
-        rows, columns = left[-1 if attributes.get("transA") else -2], right[-2 if attributes.get("transB") else -1]
-        shape = [*self._broadcast_shapes(left[:-2], right[:-2]), rows, columns]
+        orders = [order(len(shape), side, attributes) for shape, side in zip(shapes, "AB", strict=True)]
+        left, right = ([shape[i] for i in order] for shape, order in zip(shapes, orders, strict=True))
+        shape = [*self._broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]]
+        dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
+        self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
+
+    def _infer_Flatten(self, node: onnx.NodeProto) -> None:
+        dims, axis = self._get_sympy_shape(node, 0), get_attribute(node, "axis", 1)
+        axis = axis if axis >= 0 else axis + len(dims)
+        shape = get_shape_from_sympy_shape([prod(dims[:axis]), prod(dims[axis:])])
         dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
         self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
 

@@ -184,7 +184,7 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
     options.log_severity_level = 3
     options.add_session_config_entry("session.x64quantprecision", "1")
     if settings is not None:
-        threads = threads or settings.threads
+        threads = threads or (settings.threads and min(settings.threads, processors()))  # as the manifest is untrusted
         options.enable_cpu_mem_arena = settings.arena
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
         if settings.optimized is not None:

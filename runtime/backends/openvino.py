@@ -22,7 +22,7 @@ import openvino
 
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import NEXT, Bundle, DimSpec, Manifest
-from attnforge.errors import InputError, UnavailableError, UsageError, raised_as
+from attnforge.errors import InputError, UnavailableError, UsageError, first_line, raised_as
 from attnforge.machine import cpu_quota, processors
 from attnforge.memory import available
 from attnforge.runtime.backends.backend import OPENVINO_TYPES, Backend, Registered
@@ -194,10 +194,8 @@ class OpenVino(Backend):
                 scores = manifest.quantised is not None and bool(manifest.quantised.scores)
                 model = prepared(model, self._weights <= WIDENED_BYTES, scores)
                 return model, self._compile(model)
-            except RuntimeError:  # the original graph is as right, only slower
-                log.warning(
-                    "OpenVINO does not accept %s rewritten; the original graph is used", manifest.name, exc_info=True
-                )
+            except RuntimeError as error:  # the original graph is as right, only slower
+                log.warning("OpenVINO does not accept %s rewritten: %s", manifest.name, first_line(error))
                 model = self._read(file)
         return model, self._compile(model)
 
@@ -218,8 +216,8 @@ class OpenVino(Backend):
         arrays = [np.full(shape_of(spec, sizes), spec.low or 1, spec.dtype) for spec in self._inputs]
         try:
             compiled.run(arrays, [None] * len(self._outputs))
-        except RuntimeError:  # it may run at other sizes
-            log.warning("OpenVINO cannot run the model with every dim set to two", exc_info=True)
+        except RuntimeError as error:  # it may run at other sizes
+            log.warning("OpenVINO cannot run the model with every dim set to two: %s", first_line(error))
 
     def _for_shapes(self, key: Shape) -> _Compiled | None:
         """The model that is compiled for these shapes, or else the one for all shapes; None if the session is
@@ -238,8 +236,8 @@ class OpenVino(Backend):
         try:  # without the lock, so that calls with other shapes continue
             model.reshape({spec.name: list(shape) for spec, shape in zip(self._inputs, key, strict=True)})
             special = self._compile(model)
-        except RuntimeError:  # the model for all shapes is used for these, too
-            log.warning("OpenVINO cannot compile the model for %s alone", key, exc_info=True)
+        except RuntimeError as error:  # the model for all shapes is used for these, too
+            log.warning("OpenVINO cannot compile the model for %s alone: %s", key, first_line(error))
             special = general
         with self._lock:
             if self._general is not None:

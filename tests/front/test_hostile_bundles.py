@@ -20,10 +20,13 @@ from onnx import helper, numpy_helper
 import attnforge
 from attnforge import cache
 from attnforge.bundle import CANONICAL, MANIFEST, Bundle, Manifest, output, reading
+from attnforge.bundle.schema import SessionSettings
 from attnforge.errors import AttnforgeError, BundleError, ReplacedError, UsageError
 from attnforge.export.diagnosis.stages import stages
 from attnforge.export.tensorrt.rebuild import rebuild, rebuilt
 from attnforge.files import open_inside, open_regular
+from attnforge.machine import Machine, processors
+from attnforge.runtime.backends.onnxruntime import session_options
 from tests.support.bundles import rewrite, small_inputs
 
 MODEL = "onnxruntime/model.onnx"
@@ -97,6 +100,18 @@ def test_files_that_nobody_lists_are_named(copy: Path, caplog: pytest.LogCapture
     assert "json.py, link, onnxruntime/extra.so" in caplog.text
     report = attnforge.verify(copy)
     assert report.passed and any("json.py" in warning for warning in report.warnings)
+
+
+def test_names_of_files_give_a_terminal_no_orders(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copy / "a\x1b[31m\nb").touch()
+    report = attnforge.verify(copy)
+    assert all("\x1b" not in text and "\n" not in text for text in (*report.warnings, *caplog.messages))
+
+
+def test_threads_of_a_manifest_are_at_most_the_processors() -> None:
+    settings = SessionSettings(machine=Machine(**MACHINE), version="1", threads=1024)
+    assert session_options(None, settings).intra_op_num_threads <= processors()
+    assert session_options(1024, settings).intra_op_num_threads == 1024
 
 
 # --- links, pipes and weights elsewhere -------------------------------------------------------------------------------
@@ -517,6 +532,9 @@ def at(document: Any, *path: str | int) -> Any:
         (("inputs", 0, "dims"), [1] * 100_000),
         (("inputs", 1, "name"), "x"),
         (("inputs", 3, "low"), 5),
+        (("inputs", 3, "high"), 10**30),
+        (("inputs", 3, "excludes"), "-inf"),
+        (("seconds", "export"), 1e308),
         (("outputs", 0, "dtype"), "str"),
         (("cases", 1, "seed"), -1),
         (("cases", 1, "seed"), 2**70),
@@ -558,6 +576,12 @@ def test_an_expression_of_sizes_is_no_way_to_hang(copy: Path, depth: int) -> Non
             session.run(small_inputs())
         except AttnforgeError as error:
             assert "\n" not in str(error)
+
+
+def test_a_bundle_without_cases_is_not_diagnosed(copy: Path) -> None:
+    edit(copy, lambda document: document.update(cases=[]))
+    with pytest.raises(BundleError, match="has no reference case to diagnose"):
+        attnforge.diagnose(copy)
 
 
 def test_a_case_without_its_inputs_or_outputs_is_refused(copy: Path) -> None:

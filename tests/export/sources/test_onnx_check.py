@@ -91,6 +91,41 @@ def test_operators_of_unknown_domains(tmp_path: Path) -> None:
     refused(saved(tmp_path, [unknown]), "own::Attend .*, an operator of neither ONNX nor ONNX Runtime")
 
 
+def test_a_function_with_the_name_of_an_operator(tmp_path: Path) -> None:
+    """ONNX Runtime runs its own operator, and onnx_ir the function."""
+    function = helper.make_function("com.microsoft", "Gelu", ["a"], ["b"], [helper.make_node("Relu", ["a"], ["b"])], [])
+    gelu = helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")
+    refused(saved(tmp_path, [gelu], [function]), "function com.microsoft::Gelu may be an operator of ONNX Runtime too")
+
+
+def test_two_outputs_of_one_name(tmp_path: Path) -> None:
+    file = saved(tmp_path, [node("Relu", "x")])
+    model = onnx.load(file)
+    model.graph.output.append(Y)
+    onnx.save(model, file)
+    refused(file, "2 outputs named 'y'")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (helper.make_tensor_value_info("z", TensorProto.STRING, [2]), "output 'z' is not a tensor of numbers"),
+        (helper.make_tensor_sequence_value_info("z", FLOAT, None), "output 'z' is not a tensor of numbers"),
+        (helper.make_tensor_value_info("z\x1b[31m", FLOAT, [2]), "is named .*without control characters"),
+        (helper.make_tensor_value_info("z" * 2000, FLOAT, [2]), "at most 1,024 characters"),
+    ],
+    ids=["strings", "a sequence", "control characters", "long"],
+)
+def test_outputs_that_a_bundle_cannot_have(tmp_path: Path, value: onnx.ValueInfoProto, words: str) -> None:
+    kind = {"z": "SequenceConstruct" if value.type.HasField("sequence_type") else "Cast"}.get(value.name, "Neg")
+    more = {"to": TensorProto.STRING} if kind == "Cast" else {}
+    file = saved(tmp_path, [node("Relu", "x"), node(kind, "x", output=value.name, **more)])
+    model = onnx.load(file)
+    model.graph.output.append(value)
+    onnx.save(model, file)
+    refused(file, words)
+
+
 def test_an_input_of_strings(tmp_path: Path) -> None:
     text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x, string[2] s) => (float[2] y) { y = Relu(x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")

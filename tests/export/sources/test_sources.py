@@ -24,6 +24,7 @@ import attnforge
 from attnforge.arrays import Array, to_numpy
 from attnforge.cli import main
 from attnforge.errors import AttnforgeError, BuildError, CaptureError, UsageError
+from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.graphs.execute import as_it_is, at_own_precision
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.lowering.onnxruntime import lower
@@ -451,12 +452,128 @@ def test_parts_of_a_sequence_below_opset_18(tmp_path: Path) -> None:
     assert np.array_equal(graph.eager({"x": x})["y"], np.full((2, 2), -2))
 
 
+def saved(text: str, folder: Path) -> Path:
+    model = onnx.parser.parse_model(text)
+    if model.ir_version < 4:  # weights are inputs too
+        weights = model.graph.initializer
+        model.graph.input.extend(helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in weights)
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("opset", "body"),
+    [
+        (9, 's = Constant<value = float[4] {1.0, 1.0, 2.0, 2.5}>() y = Upsample<mode = "linear">(x, s)'),
+        (10, 's = Constant<value = float[4] {1.0, 1.0, 1.5, 1.7}>() y = Resize<mode = "nearest">(x, s)'),
+        (10, 's = Constant<value = float[4] {1.0, 1.0, 0.6, 0.5}>() y = Resize<mode = "nearest">(x, s)'),
+        (10, 's = Constant<value = float[4] {1.0, 1.0, 0.6, 1.7}>() y = Resize<mode = "linear">(x, s)'),
+        (7, "y = Softmax(x)"),
+        (11, "y = LogSoftmax<axis = -2>(x)"),
+        (8, "y = Add(x, w)"),
+    ],
+)
+def test_graphs_of_opsets_before_13_compute_what_they_did_in_their_files(opset: int, body: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: {3 if opset < 9 else 5}, opset_import: ["": {opset}]>
+        graph (float[1, 2, 5, 4] x) => (float[1, 2, a, b] y) <float[4] w = {{1.0, 2.0, 3.0, 4.0}}> {{ {body} }}"""
+    file = saved(text, tmp_path)
+    x = np.random.default_rng(0).standard_normal((1, 2, 5, 4)).astype(np.float32)
+    (expected,) = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    graph = import_graph(file)
+    for got in (graph.eager({"x": x})["y"], graph.exact({"x": x})["y"]):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("op_type", ["LayerNormalization", "SimplifiedLayerNormalization"])
+def test_operators_that_onnxruntime_adds_to_onnxs(op_type: str, tmp_path: Path) -> None:
+    """Its optimizer writes them in graphs of any opset."""
+    text = f"""<ir_version: 8, opset_import: ["": 14]> graph (float[n, 3, 4] x) => (float[n, 3, 4] y)
+        <float[4] w = {{1.0, 2.0, 3.0, 4.0}}> {{ y = {op_type}<axis = -1>(x, w) }}"""
+    graph = import_graph(saved(text, tmp_path), {"n": (1, 2, 4)})
+    assert [node.op_type for node in graph.model.graph] == [op_type]
+    np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], graph.eager(graph.example)["y"], atol=1e-6)
+
+
+def test_a_conversion_that_changes_the_answer_is_refused(tmp_path: Path) -> None:
+    text = '<ir_version: 5, opset_import: ["": 11]> g (float[2, 3, 4] x) => (float[2, 3, 4] y) { y = Hardmax(x) }'
+    with pytest.raises(UsageError, match="converter changes the output 'y' of the graph, of opset 11; export it with"):
+        import_graph(saved(text, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    ["weights = Softmax<axis = 3>(scores)",
+     "f = Flatten<axis = 3>(scores) w = Softmax<axis = 1>(f) of = Shape(scores) weights = Reshape(w, of)"],
+)  # fmt: skip
+def test_attention_of_opset_11_is_found(softmax: str, tmp_path: Path) -> None:
+    """torch's older exporter writes the last axis as 3, and shapes as chains of operators; onnx's converter
+    flattens."""
+    text = f"""<ir_version: 6, opset_import: ["": 11]> graph (float[n, 3, 8] x) => (float[n, 3, 8] y) {{
+        s = Shape(x) zero = Constant<value = int64 {{0}}>() n = Gather(s, zero) batch = Unsqueeze<axes = [0]>(n)
+        rest = Constant<value = int64[3] {{-1, 2, 4}}>() shape = Concat<axis = 0>(batch, rest)
+        heads = Reshape(x, shape) q = Transpose<perm = [0, 2, 1, 3]>(heads) k = Transpose<perm = [0, 2, 3, 1]>(heads)
+        scores = MatMul(q, k) {softmax} o = MatMul(weights, q)
+        t = Transpose<perm = [0, 2, 1, 3]>(o) flat = Constant<value = int64[3] {{0, 0, 8}}>() y = Reshape(t, flat)
+    }}"""
+    (site,) = canonicalize(import_graph(saved(text, tmp_path), {"n": (1, 2, 4)}).model).sites
+    assert site.node is not None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "a", "b"),
+    [("transB = 1, alpha = 0.5", "2, 5, 4", "2, 8, 4"), ("transBatchA = 1, transBatchB = 1", "5, 2, 6", "6, 2, 4"),
+     ("transA = 1, transB = 1, transBatchA = 1", "2, 3, 5", "3, 8, 2")],
+)  # fmt: skip
+def test_fused_products_are_written_as_the_standards(attributes: str, a: str, b: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["": 14, "com.microsoft": 1]> graph (float[{a}] a, float[{b}] b)
+        => (float[c, d, e] y) {{ p = com.microsoft.FusedMatMul<{attributes}>(a, b) y = Relu(p) }}"""
+    file = saved(text, tmp_path)
+    graph = import_graph(file)
+    assert {node.op_type for node in graph.model.graph} <= {"MatMul", "Mul", "Transpose", "Relu"}
+    (expected,) = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, graph.example)
+    np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], expected, rtol=0, atol=1e-5)
+
+
+def test_attention_in_double_stays_as_it_is(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]> graph (float[2, 5, 4] x) => (float[2, 5, 4] y)
+        <float[1] w = {2.0}> { d = Cast<to = 11>(x) t = Transpose<perm = [0, 2, 1]>(d) s = MatMul(d, t)
+        p = Softmax(s) o = MatMul(p, d) f = Cast<to = 1>(o) y = Mul(f, w) }"""
+    graph = import_graph(saved(text, tmp_path))
+    (site,) = canonicalize(graph.model).sites
+    assert site.reason == "it is computed in double, which fused attention kernels do not know"
+    lower(graph.model, [site], {})
+    np.testing.assert_allclose(as_it_is(graph.model)(graph.example)["y"], graph.eager(graph.example)["y"], atol=1e-6)
+
+
+def test_one_hot_numbers_have_a_reference(tmp_path: Path) -> None:
+    """ONNX Runtime has no kernel in double, and onnx's reference none for a depth with a dim."""
+    text = """<ir_version: 8, opset_import: ["": 17]> graph (int64[2, 5] x) => (float[2, 5, 3] y)
+        <int64[1] depth = {2}, float[2] values = {0.25, 1.5}, float[2, 3] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}>
+        { o = OneHot(x, depth, values) y = MatMul(o, w) }"""
+    graph = import_graph(saved(text, tmp_path))
+    np.testing.assert_allclose(graph.exact(graph.example)["y"], graph.eager(graph.example)["y"], rtol=1e-6)
+
+
+def test_fused_products_in_bfloat16(tmp_path: Path) -> None:
+    """ONNX Runtime has no kernels for them on CPUs."""
+    text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> graph (bfloat16[2, 5, 4] x)
+        => (bfloat16[c, d, e] y) { p = com.microsoft.FusedMatMul<transB = 1, alpha = 0.3>(x, x) y = Relu(p) }"""
+    assert [spec.dtype for spec in import_graph(saved(text, tmp_path)).outputs] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceL2", "ReduceLogSumExp"])
+def test_the_shape_of_a_reduction_is_known(op_type: str, tmp_path: Path) -> None:
+    text = f"""<ir_version: 8, opset_import: ["": 18]> graph (float[n, 3, 4] x) => (float[n, a, b] y)
+        <int64[1] axes = {{-1}}> {{ r = {op_type}(x, axes) y = Neg(r) }}"""
+    assert import_graph(saved(text, tmp_path), {"n": (1, 2, 4)}).outputs[0].text() == "float32[n, 3, 1]"
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
         ("y, a, b = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2, local_window_size=2>(x,x,x,,,n,t)",
          "GroupQueryAttention"),
-        ("s = com.microsoft.FusedMatMul<transB=1, alpha=0.5>(x, x) w = Softmax(s) y = MatMul(w, x)", "FusedMatMul"),
+        ("s = com.microsoft.FusedMatMul<transB=1, alpha=0.5>(x, x) w = Softmax(s) y = MatMul(w, x)", "MatMul"),
     ],
 )  # fmt: skip
 def test_operators_whose_shapes_onnx_does_not_infer(body: str, kind: str, tmp_path: Path) -> None:
