@@ -42,6 +42,7 @@ from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
 from attnforge.export.lowering.attention import Attention, ByHead, Seen, attention_of, attentions
 from attnforge.export.lowering.band import band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask
+from attnforge.export.masks.regions import Blocks
 from attnforge.export.masks.visibility import Visibility, visibility
 
 OPSET = 24
@@ -242,7 +243,7 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
             f"{site.name} attends from {n_q.text} queries to {n_k.text} keys; only self-attention over the tokens "
             "can cache earlier keys and values"
         )
-    left, slopes, why = visibility(a.node), None, ""
+    left, slopes, why = _within(visibility(a.node), capacity), None, ""
     if "bias" in left.residue:
         try:
             left, slopes = _slopes(site, a, tokens, capacity)
@@ -256,6 +257,16 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
         f"the mask of {site.name} leaves {left.text()}; a cache needs attention to all earlier tokens, or to the last "
         f"few{why}"
     )
+
+
+def _within(left: Visibility, capacity: int) -> Visibility:
+    """The same pairs of the first `capacity` tokens, which are in one chunk if chunks are as long."""
+    in_chunks = [region.blocks for region in left.regions]
+    are_one = [chunks is not None and chunks == Blocks(chunks.size) and chunks.size >= capacity for chunks in in_chunks]
+    regions = (
+        replace(each, blocks=None) if is_one else each for each, is_one in zip(left.regions, are_one, strict=True)
+    )
+    return replace(left, regions=tuple(regions))
 
 
 def seen_of(node: ir.Node, left: Visibility) -> Seen | None:

@@ -638,7 +638,16 @@ class Experts(Causal):
         return super().mixed(x + F.scaled_dot_product_attention(x, memory, memory))
 
 
-@pytest.mark.parametrize("kind", [KeysByPosition, PositionsAfterTokens, OfChannels, Experts])
+class OneChunk(Causal):
+    """Chunks that are as long as the cache."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        position = torch.arange(query.shape[2])
+        seen = (position[:, None] // 20 == position // 20) & (position[:, None] >= position)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+@pytest.mark.parametrize("kind", [OneChunk, KeysByPosition, PositionsAfterTokens, OfChannels, Experts])
 def test_what_looks_like_a_reason_and_is_none(kind: type[Causal], tmp_path: Path) -> None:
     torch.manual_seed(0)
     shapes = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=16)}}
