@@ -104,7 +104,7 @@ def check_by_token(
     for node in graph:
         if node.name in attending or not any(value in kinds.by_token for value in inputs_of(node)):
             continue
-        if rows.follow(node):
+        if rows.follow(node) or order.repeats(node):
             continue
         if (reason := _why_mixing(node, kinds, tokens) or order.why_mixing(node)) is not None:
             raise _mixing(node, reason)

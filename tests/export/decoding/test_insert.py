@@ -555,6 +555,13 @@ class ReturnsPositions(Causal):
         return super().forward(x), torch.arange(x.shape[1]).expand(x.shape[0], -1)
 
 
+class MisreadCopies(Causal):
+    """Two copies of all tokens, read as two rows of each token."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x.repeat(1, 2, 1).view(x.shape[0], x.shape[1], 2, WIDTH).sum(2))
+
+
 class SamplesAsHeads(Causal):
     """Scales rows by position while heads and samples share an axis."""
 
@@ -587,6 +594,7 @@ REFUSED: dict[type[Causal], str] = {
     NormalisedOverTokens: "GroupNormalization .* works along the tokens",
     SummedPairs: "sums over the tokens",
     ReturnsPositions: "output .* does not depend on the tokens; remove it",
+    MisreadCopies: "Reshape .* regroups the tokens",
     SamplesAsHeads: "reads the positions of one sample for all samples",
 }
 
@@ -632,6 +640,8 @@ class Experts(Causal):
         self.experts, self.memory = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.randn(1, 7, WIDTH))
 
     def mixed(self, x: Tensor) -> Tensor:
+        copies = x.flatten(0, 1).repeat(3, 1).view(3, -1, WIDTH)  # as Llama 4 computes its experts
+        x = x + (copies @ self.experts.weight.view(3, WIDTH, WIDTH)).view(3, *x.shape).sum(0)
         experts = self.experts(x).unflatten(-1, (3, WIDTH))
         x = x + ((experts @ x[..., None]).mT.softmax(-1) @ experts).squeeze(2)
         memory = self.memory.expand(x.shape[0], -1, -1)
