@@ -226,12 +226,15 @@ def _of_channels(node: ir.Node, rank: int) -> list[int]:
     return list(range(rank)) if node.attributes.get_int("training_mode", 0) else []
 
 
-def _convolved(node: ir.Node, rank: int) -> list[int]:
-    """The channels, and the axes along which a convolution combines or drops positions."""
-    kernel, strides = input_of(node, 1).shape, node.attributes.get_ints("strides", [])
-    if kernel is None or any(node.attributes.get_ints("pads", [])) or any(stride != 1 for stride in strides):
-        return list(range(1, rank))
-    return [1, *(axis for axis in range(2, rank) if kernel[axis] != 1)]
+def _convolved(node: ir.Node, rank: int) -> list[int] | None:
+    """The channels, and the axes along which a convolution combines, adds or drops positions."""
+    kernel, places = input_of(node, 1).shape, rank - 2
+    if kernel is None:
+        return None
+    strides = node.attributes.get_ints("strides", [1] * places)
+    pads = node.attributes.get_ints("pads", [0] * 2 * places)
+    alone = [(kernel[2 + i], strides[i], pads[i], pads[i + places]) == (1, 1, 0, 0) for i in range(places)]
+    return [1, *(2 + i for i in range(places) if not alone[i])]
 
 
 def _to_the_end(node: ir.Node, rank: int) -> list[int]:

@@ -608,7 +608,8 @@ def test_a_model_that_cannot_have_a_cache_is_refused_with_a_reason(kind: type[Ca
 class KeysByPosition(Causal):
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         position: Tensor = self.positions(torch.arange(key.shape[2]))
-        return super().attended(query, position.unflatten(-1, (HEADS, -1)).transpose(0, 1).expand_as(key), value)
+        rows = position.view(-1, HEADS, WIDTH // HEADS).transpose(0, 1)
+        return super().attended(query, rows.expand_as(key), value)
 
 
 class PositionsAfterTokens(Causal):
@@ -625,10 +626,11 @@ class OfChannels(Causal):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.convolution = nn.BatchNorm1d(WIDTH), nn.Conv1d(WIDTH, WIDTH, 1)
+        self.over_width = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
 
     def mixed(self, x: Tensor) -> Tensor:
         rows = F.group_norm(x.flatten(0, 1)[..., None], 4).view(x.shape)
-        rows = self.convolution(self.norm(rows.mT)).mT
+        rows = self.over_width(self.convolution(self.norm(rows.mT))[:, None])[:, 0].mT
         return super().mixed(torch.einsum("bte,ef->btf", rows, self.qkv.weight[:WIDTH]))
 
 
