@@ -13,7 +13,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout, rearrange
 from attnforge.export.attention.operands import Operand
-from attnforge.export.decoding.insert import in_cache
+from attnforge.export.decoding.insert import in_cache, sites_over_tokens
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.build import Builder, insert, typed
 from attnforge.export.graphs.execute import at_own_precision, in_float64
@@ -86,12 +86,12 @@ def with_caches(model: ir.Model, sites: Sequence[Site], names: Sequence[str]) ->
     Args:
         model: not modified.
         sites: its attention sites.
-        names: names of the outputs; for every site the key's before the value's.
+        names: names of the outputs; for every site whose keys are tokens, the key's before the value's.
     """
     model = model.clone()
     graph, following = model.graph, iter(names)
     graph.outputs.clear()
-    for _, a in attentions(model, sites):
+    for _, a in attentions(model, sites_over_tokens(model, sites)):
         for kept in in_cache(a):
             name = next(following)
             value = insert(graph, a.node, partial(_arranged, a=a, kept=kept), stem=f"{a.node.name}/{name}")

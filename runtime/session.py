@@ -252,8 +252,10 @@ class Session:
         """
         if is_text := isinstance(prompts, str):
             prompts = [self.tokenizer.ids(prompts)]
-        elif not hasattr(prompts, "__len__") or not all(map(np.iterable, prompts)):
-            raise InputError("generate takes a text, or the token ids of every sample, as in [[1, 450, 3118]]")
+        elif not hasattr(prompts, "__len__") or not all(
+            np.iterable(row) and not isinstance(row, str) for row in prompts
+        ):
+            raise InputError("generate takes one text, or the token ids of every sample, as in [[1, 450, 3118]]")
         decoder, decoding = self.decoder(len(prompts)), self.bundle.manifest.decoding
         if max_new_tokens is None:
             most = max(len(row) for row in decoder.rows(prompts, lengths))

@@ -36,12 +36,13 @@ from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, constant, insert, like, typed
-from attnforge.export.graphs.nodes import input_of, numpy_type
+from attnforge.export.graphs.nodes import input_of, is_op, numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
-from attnforge.export.lowering.attention import Attention, ByHead, Seen, attentions
+from attnforge.export.lowering.attention import Attention, ByHead, Seen, attention_of, attentions
 from attnforge.export.lowering.band import band_of, is_triangle
 from attnforge.export.lowering.cached import step_mask
+from attnforge.export.masks.regions import Blocks
 from attnforge.export.masks.visibility import Visibility, visibility
 
 OPSET = 24
@@ -96,9 +97,10 @@ def with_cache(
     graph = model.graph
     tokens = _tokens(graph, inputs, outputs, capacity)
     symbol = tokens.count.symbol
-    sinks = _without_sinks(graph, sites)
-    attended = list(attentions(model, sites))
-    _check_sites(sites, attended)
+    cached = sites_over_tokens(model, sites)
+    _check_sites(sites, cached)
+    sinks = _without_sinks(graph, cached)
+    attended = list(attentions(model, cached))
     seen = {
         a.node.name: replace(_seen(site, a, tokens.count, capacity), sinks=sinks[a.node.name]) for site, a in attended
     }
@@ -107,13 +109,18 @@ def with_cache(
         a.node.attributes.pop("is_causal", None)
     RemoveUnusedNodesPass()(model)
     kinds = kinds_of(graph, symbol)
-    numbering = check_by_token(graph, kinds, symbol, [str(a.node.name) for _, a in attended])
+    if fixed := [output for output in graph.outputs if output not in kinds.by_token]:
+        raise UsageError(f"output {fixed[0].name} does not depend on the tokens; remove it from what forward returns")
+    names = [str(a.node.name) for _, a in attended]
+    samples = tokens.batch.symbol if isinstance(tokens.batch, DimSpec) else None
+    numbering = check_by_token(graph, kinds, symbol, names, samples)
     products = last_products(graph, *kinds)
     past, kept = ir.Value(name=_unused(graph, PAST)), ir.Value(name=_unused(graph, KEPT, inputs))
     graph.inputs.append(typed(past, INT64, [_dim(tokens.batch)]))
     graph.inputs.append(typed(kept, INT64, [ir.SymbolicDim(str(kept.name))]))
     positions = _positions(graph, tokens, past)
-    look_up_positions(model, kinds, symbol, tokens.value, positions, capacity, numbering)
+    least = max(tokens.count.min or 1, 1)
+    look_up_positions(model, kinds, symbol, tokens.value, positions, capacity, least, numbering)
     compute_kept(graph, kept, products)
     masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
     caches = []
@@ -121,7 +128,7 @@ def with_cache(
         mask = seen[a.node.name], a.dtype
         if mask not in masks:
             masks[mask] = _mask(graph, positions, *mask, capacity, stem=f"decoding/mask{len(masks) or ''}")
-        keys, values = _cached(graph, a, tokens, past, i, capacity, mask[0].sinks is not None)
+        keys, values = _cached(graph, attention_of(a.node), tokens, past, i, capacity, mask[0].sinks is not None)
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
         a.node.metadata_props.update(mask[0].metadata)
@@ -189,13 +196,23 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
     return _Tokens(spec, graph.inputs[0], spec.dims[0], count)
 
 
-def _check_sites(sites: Sequence[Site], attended: Sequence[tuple[Site, Attention]]) -> None:
-    known = {site.name for site, _ in attended}
+def sites_over_tokens(model: ir.Model, sites: Sequence[Site]) -> list[Site]:
+    """The sites whose keys are tokens. The others read a fixed number of keys for each token, and need no cache.
+
+    Args:
+        model: a canonical graph whose only dynamic dims are samples and tokens.
+        sites: its attention sites.
+    """
+    keys = {node.name: input_of(node, 1) for node in model.graph if is_op(node, "Attention")}
+    return [site for site in sites if site.node in keys and not sizes_of(keys[site.node])[2].is_static]
+
+
+def _check_sites(sites: Sequence[Site], cached: Sequence[Site]) -> None:
     for site in sites:
-        if site.name not in known:
+        if site.node is None:
             raise UsageError(f"the attention of {site.name} was not recognised ({site.reason}), so it has no cache")
-    if not attended:
-        raise UsageError("the model has no attention, so there is nothing to cache; omit cache_tokens")
+    if not cached:
+        raise UsageError("the model has no attention to other tokens, so there is nothing to cache; omit cache_tokens")
 
 
 def _without_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, ByHead | None]:
@@ -226,7 +243,7 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
             f"{site.name} attends from {n_q.text} queries to {n_k.text} keys; only self-attention over the tokens "
             "can cache earlier keys and values"
         )
-    left, slopes, why = visibility(a.node), None, ""
+    left, slopes, why = _within(visibility(a.node), capacity), None, ""
     if "bias" in left.residue:
         try:
             left, slopes = _slopes(site, a, tokens, capacity)
@@ -240,6 +257,16 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
         f"the mask of {site.name} leaves {left.text()}; a cache needs attention to all earlier tokens, or to the last "
         f"few{why}"
     )
+
+
+def _within(left: Visibility, capacity: int) -> Visibility:
+    """The same pairs of the first `capacity` tokens, which are in one chunk if chunks are as long."""
+    in_chunks = [region.blocks for region in left.regions]
+    are_one = [chunks is not None and chunks == Blocks(chunks.size) and chunks.size >= capacity for chunks in in_chunks]
+    regions = (
+        replace(each, blocks=None) if is_one else each for each, is_one in zip(left.regions, are_one, strict=True)
+    )
+    return replace(left, regions=tuple(regions))
 
 
 def seen_of(node: ir.Node, left: Visibility) -> Seen | None:

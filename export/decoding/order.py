@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from attnforge.export.graphs.nodes import input_of, inputs_of, is_op
+from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op
 from attnforge.export.graphs.sizes import ONE, LayoutError, Size, product, sizes_of
 
 _RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
@@ -42,6 +42,18 @@ class RowOrder:
         runs = self.of(source)
         if runs is not None:
             self._runs[value] = runs
+
+    def repeats(self, node: ir.Node) -> bool:
+        """Whether a node repeats all rows of the only axis of tokens, one copy after another, and nothing else; note
+        the order."""
+        counts = constant_of(input_of(node, 1)) if is_op(node, "Tile") else None
+        if counts is None or (runs := self.of(input_of(node))) is None:
+            return False
+        (axis,) = token_axes(input_of(node), self._tokens)
+        if any(count != 1 for i, count in enumerate(counts) if i != axis):
+            return False
+        self._runs[node.outputs[0]] = runs * Size(int(counts[axis]))
+        return True
 
     def why_mixing(self, node: ir.Node) -> str | None:
         """Follow a node; why it mixes tokens, if it does."""

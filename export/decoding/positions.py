@@ -2,7 +2,8 @@
 
 Rotary angles, learned embeddings and the like depend on a token's position, not on the token. Each is computed once for
 all positions of the cache, by the graph's own operators. A table is correct if a position has the same row for any
-number of tokens, which is checked for two numbers; otherwise, there can be no cache.
+number of tokens, which is checked for the capacity, half of it, a quarter and so on, and one less than each; otherwise,
+there can be no cache.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def look_up_positions(
     ids: ir.Value,
     positions: ir.Value,
     capacity: int,
+    least: int,
     numbering: Collection[ir.Node] = (),
 ) -> None:
     """Replace everything that is computed from token positions by lookups at `positions`, in place.
@@ -63,6 +65,7 @@ def look_up_positions(
         ids: the model's input, `(batch, tokens, …)`.
         positions: `(batch, tokens)`, int64, of every token.
         capacity: the number of positions.
+        least: the least number of tokens of a sequence.
         numbering: nodes that do not depend on positions although they read them.
 
     Raises:
@@ -84,11 +87,10 @@ def look_up_positions(
                 "not have one entry per token, so it changes with every step; deploy the model without cache_tokens"
             )
     batch = dims_of(ids)[0]
-    tables = _stored(model.graph, _tables(model, values, tokens, ids, capacity))
-    looked_up: dict[tuple[ir.Value, tuple[int, ...], int], ir.Value] = {}
+    tables = _stored(model.graph, _tables(model, values, tokens, ids, capacity, least))
+    looked_up: dict[tuple[ir.Value, tuple[int, ...], int, int], ir.Value] = {}
     for read in reads:
-        axis, sizes = _arrangement(read, tokens, batch)
-        key = tables[read.value], sizes, axis
+        key = tables[read.value], *_arrangement(read, tokens, batch)
         if key not in looked_up:
             looked_up[key] = _looked_up(model.graph, *key, positions)
         read.node.replace_input_with(read.index, looked_up[key])
@@ -104,7 +106,7 @@ def _is_one_number(value: ir.Value) -> bool:
 
 
 def _tables(
-    model: ir.Model, values: Sequence[ir.Value], tokens: str, ids: ir.Value, capacity: int
+    model: ir.Model, values: Sequence[ir.Value], tokens: str, ids: ir.Value, capacity: int, least: int
 ) -> dict[ir.Value, Array]:
     """Every value for all positions of one sample, positions first."""
     if not values:
@@ -117,32 +119,28 @@ def _tables(
         message = f"the model has no positions for {count} tokens"  # if its table of positions is too short
         with raised_as(NotByPosition, message, "; give a smaller cache_tokens"):
             results = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
-        return [_positions_first(results[str(value.name)], value, tokens, batch) for value in values]
+        return [np.moveaxis(results[str(value.name)], token_axes(value, tokens)[0], 0) for value in values]
 
-    whole, fewer = computed(capacity), computed(max(capacity // 2, 1))
-    for value, table, part in zip(values, whole, fewer, strict=True):
+    halves = [capacity >> i for i in range(capacity.bit_length())]
+    agreed: list[int] = []
+    tables: list[Array] = []
+    for count in sorted({count for half in halves for count in (half - 1, half) if count >= least} | {capacity}):
+        more = computed(count)
+        for value, table, part in zip(values, more, tables, strict=bool(tables)):
+            if not np.allclose(table[: len(part)], part, rtol=1e-5, atol=1e-6, equal_nan=True):
+                advice = f"give at most {agreed[-1]} as" if len(agreed) > 2 else "deploy the model without"
+                raise NotByPosition(
+                    f"{value.name} has other numbers for a position when there are more tokens ({count} instead of "
+                    f"{agreed[-1]}), so earlier keys would change with every step; {advice} cache_tokens"
+                )
+        tables = more
+        agreed.append(count)
+    for value, table in zip(values, tables, strict=True):
         if len(table) != capacity:
             raise NotByPosition(
                 f"{value.name} has {len(table)} positions and the cache has {capacity}; give a smaller cache_tokens"
             )
-        if not np.allclose(table[: len(part)], part, rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise NotByPosition(
-                f"{value.name} has other numbers for a position when there are more tokens, so earlier keys would "
-                "change with every step; deploy the model without cache_tokens"
-            )
-    return {value: table.astype(numpy_type(value)) for value, table in zip(values, whole, strict=True)}
-
-
-def _positions_first(array: Array, value: ir.Value, tokens: str, batch: Dim) -> Array:
-    """The result for identical samples, as a table for one sample."""
-    if _has_batch(value, tokens, batch):
-        array = array[:1]
-    return np.moveaxis(array, token_axes(value, tokens)[0], 0)
-
-
-def _has_batch(value: ir.Value, tokens: str, batch: Dim) -> bool:
-    """Whether the first axis is that of samples, which has size 1 in a table."""
-    return token_axes(value, tokens)[0] > 0 and dims_of(value)[0] in (1, batch)
+    return {value: table.astype(numpy_type(value)) for value, table in zip(values, tables, strict=True)}
 
 
 def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value, ir.Value]:
@@ -158,55 +156,60 @@ def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value,
     return result
 
 
-def _arrangement(read: _Read, tokens: str, batch: Dim) -> tuple[int, tuple[int, ...]]:
-    """The axis of the tokens in a value that is expanded to the rank that it needs if each sample has its own
-    positions, and the sizes of its other axes, without that of samples.
+def _arrangement(read: _Read, tokens: str, batch: Dim) -> tuple[tuple[int, ...], int, int]:
+    """How a value is expanded to the rank that it needs if each sample has its own positions: the sizes of its axes
+    without those of tokens and samples, the axis of the tokens, and the axis of the samples.
 
     Raises:
-        NotByPosition: the node that reads it does not broadcast.
+        NotByPosition: the node that reads it does not broadcast, or has no axis of samples.
     """
-    value, shape = read.value, dims_of(read.value)
-    missing = max(rank_of(read.node.outputs[0]) - len(shape), 0) if read.node.op_type in BY_ELEMENT else 0
-    if not missing and not _has_batch(value, tokens, batch):
+    value, result = read.value, dims_of(read.node.outputs[0])
+    is_broadcast = read.node.op_type in BY_ELEMENT
+    dims = [*[1] * (len(result) - rank_of(value) if is_broadcast else 0), *dims_of(value)]
+    axis = token_axes(value, tokens)[0] + len(dims) - rank_of(value)
+    of_samples = [i for i, dim in enumerate(result) if dim == batch and i != axis] if is_broadcast else [0]
+    if not of_samples or of_samples[0] == axis or dims[of_samples[0]] not in (1, batch):
         raise NotByPosition(
             f"{read.node.op_type} ({read.node.name}) reads the positions of one sample for all samples, but in a "
             "decoder each sample has its own positions; deploy the model without cache_tokens"
         )
-    dims = [1] * missing + shape
-    axis = token_axes(value, tokens)[0] + missing
-    return axis, tuple(_static(dim) for i, dim in enumerate(dims) if i not in (0, axis))
+    samples = of_samples[0]
+    return tuple(_static(dim) for i, dim in enumerate(dims) if i not in (samples, axis)), axis, samples
 
 
-def _looked_up(graph: ir.Graph, table: ir.Value, sizes: Sequence[int], axis: int, positions: ir.Value) -> ir.Value:
+def _looked_up(
+    graph: ir.Graph, table: ir.Value, sizes: Sequence[int], axis: int, samples: int, positions: ir.Value
+) -> ir.Value:
     """Look up the rows of a table at `positions`.
 
     Args:
         graph: the graph of the table.
         table: `(positions, numbers)`.
-        sizes: sizes of the axes after samples, without that of the tokens.
+        sizes: sizes of the other axes.
         axis: the axis of the tokens.
+        samples: the axis of the samples.
         positions: `(batch, tokens)`.
     """
     after, dtype = positions.producer(), table.dtype
     assert after is not None and dtype is not None and table.shape is not None
     batch, count = dims_of(positions)
     rank = 2 + len(sizes)
-    dims: list[int | ir.SymbolicDim] = [batch, *sizes]
-    dims.insert(axis, count)
-    others = [i for i in range(1, rank) if i != axis]
+    others = [i for i in range(rank) if i not in (axis, samples)]
+    by_axis = {samples: batch, axis: count, **dict(zip(others, sizes, strict=True))}
+    dims = [by_axis[i] for i in range(rank)]
     wide = [i for i in others if dims[i] != 1]
 
     def build(op: Builder) -> ir.Value:
         rows = typed(op.Gather(table, positions, axis=0), dtype, [*dims_of(positions), table.shape[1]])  # type: ignore[index]
-        if len(wide) == 1 and wide[0] > axis:
+        if len(wide) == 1 and samples < axis < wide[0]:
             ones = [i for i in others if i not in wide]
             return typed(op.Unsqueeze(rows, constant(op, ones)), dtype, dims) if ones else rows
         shape = op.Shape(positions)
         apart = op.Reshape(rows, op.Concat(shape, constant(op, list(sizes)), axis=0) if sizes else shape)
-        perm = [0, *(1 if i == axis else 2 + others.index(i) for i in range(1, rank))]
+        perm = [[samples, axis, *others].index(i) for i in range(rank)]
         return typed(op.Transpose(apart, perm=perm), dtype, dims)
 
-    return insert(graph, after, build, after=True, stem=f"{table.name}/at positions/{axis} of {rank}")
+    return insert(graph, after, build, after=True, stem=f"{table.name}/at positions/{samples}, {axis} of {rank}")
 
 
 def _static(dim: int | ir.SymbolicDim) -> int:

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from attnforge.errors import UsageError
+from attnforge.export.attention.contraction import contraction_of
 from attnforge.export.attention.roles import SHAPE_INPUTS
 from attnforge.export.decoding.order import RowOrder, token_axes
 from attnforge.export.decoding.sorting import SortedRows
+from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import (
     BY_ELEMENT,
     VIEWS,
@@ -63,10 +65,16 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
     """
     kinds = Kinds(dependent_on_inputs(graph), set())
     for node in graph:
-        is_size = is_op(node, "Shape", "Size") and token_axes(input_of(node), tokens)
+        is_size = is_op(node, "Shape", "Size") and not _measured(node).isdisjoint(token_axes(input_of(node), tokens))
         if is_size or not kinds.by_count.isdisjoint(node.inputs):
             kinds.by_count.update(output for output in node.outputs if output not in kinds.by_token)
     return kinds
+
+
+def _measured(node: ir.Node) -> set[int]:
+    """The axes whose sizes a Shape or Size returns."""
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+    return set(range(rank_of(input_of(node)))[start:end])
 
 
 def is_count_as_shape(node: ir.Node, index: int) -> bool:
@@ -74,18 +82,21 @@ def is_count_as_shape(node: ir.Node, index: int) -> bool:
     return node.domain == "" and index in SHAPE_INPUTS.get(node.op_type, ())
 
 
-def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[str]) -> set[ir.Node]:
-    """Check that everything except attention is computed token by token, and return the nodes for which this is so
-    although they read numbers of rows of all tokens.
+def check_by_token(
+    graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[str], samples: str | None = None
+) -> set[ir.Node]:
+    """Check that everything except attention is computed token by token and sample by sample, and return the nodes for
+    which this is so although they read numbers of rows of all tokens.
 
     Args:
         graph: a graph with canonical attention.
         kinds: the kinds of its values.
         tokens: the symbol of the number of tokens.
         sites: names of the canonical Attention nodes.
+        samples: the symbol of the number of samples; None if there is one.
 
     Raises:
-        NotByToken: an operator mixes tokens, or is unknown; the message names it.
+        NotByToken: an operator mixes tokens or samples, or is unknown; the message names it.
     """
     attending = set(sites)
     order = RowOrder(kinds.by_token, tokens)
@@ -93,10 +104,15 @@ def check_by_token(graph: ir.Graph, kinds: Kinds, tokens: str, sites: Iterable[s
     for node in graph:
         if node.name in attending or not any(value in kinds.by_token for value in inputs_of(node)):
             continue
-        if rows.follow(node):
+        if rows.follow(node) or order.repeats(node):
             continue
         if (reason := _why_mixing(node, kinds, tokens) or order.why_mixing(node)) is not None:
             raise _mixing(node, reason)
+        if samples is not None and (reason := _why_mixing(node, kinds, samples, "samples")) is not None:
+            raise NotByToken(
+                f"{node.op_type} ({node.name or 'without a name'}) {reason}, and a decoder runs prompts sample by "
+                "sample; deploy the model without cache_tokens"
+            )
     read = [value for node in graph if node.name in attending for value in inputs_of(node)]
     if (mixing := rows.mixing([*graph.outputs, *read])) is not None:
         is_sort = mixing.op_type == "TopK"
@@ -111,8 +127,15 @@ def _mixing(node: ir.Node, reason: str) -> NotByToken:
     )
 
 
-def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
-    """Why a node that reads tokens may mix them; None if it does not."""
+def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str, what: str = "tokens") -> str | None:
+    """Why a node that reads tokens may mix them; None if it does not.
+
+    Args:
+        node: the node.
+        kinds: the kinds of values.
+        tokens: the symbol of the number of tokens, or of samples.
+        what: what it is the number of.
+    """
     if node.op_type in ("Shape", "Size"):
         return None
     source = input_of(node)
@@ -123,22 +146,40 @@ def _why_mixing(node: ir.Node, kinds: Kinds, tokens: str) -> str | None:
     if node.op_type in BY_ELEMENT:
         return None
     if node.op_type in VIEWS:
-        return "merges all tokens" if tokens_at and not token_axes(node.outputs[0], tokens) else None
+        return f"merges all {what}" if tokens_at and not token_axes(node.outputs[0], tokens) else None
+    if node.op_type == "Einsum":
+        try:
+            summed_sizes = contraction_of(node).summed.values()
+        except NotAttention as error:
+            return f"cannot be followed: {error}"
+        return f"sums over the {what}" if any(tokens in size.names for size in summed_sizes) else None
     if node.op_type in ("MatMul", "Gemm"):  # sums over the last axis of the first operand
         summed = 0 if node.attributes.get_int("transA", 0) else rank - 1
-        return "sums over the tokens" if summed in tokens_at else None
+        return f"sums over the {what}" if summed in tokens_at else None
     if node.op_type in ("Gather", "GatherND"):  # selects tokens, or looks up rows by token
         selects = source in kinds.by_token and tokens_at & _indexed(node, rank)
-        return "selects some of the tokens" if selects else None
+        return f"selects some of the {what}" if selects else None
+    if node.op_type == "Attention":
+        return _why_attending(node, tokens, what)
     rule = _AXES.get(node.op_type)
     if rule is None:
         return "is not known to process tokens independently"
     if node.op_type in ("GatherElements", "ScatterElements") and _indexes_some(source, input_of(node, 1), tokens):
-        return "indexes some of the tokens"
+        return f"indexes some of the {what}"
     axes = rule(node, rank)
     if axes is None:
         return "works along axes that are known only at run time"
-    return "works along the tokens" if tokens_at & {axis % max(rank, 1) for axis in axes} else None
+    return f"works along the {what}" if tokens_at & {axis % max(rank, 1) for axis in axes} else None
+
+
+def _why_attending(node: ir.Node, tokens: str, what: str) -> str | None:
+    """Why attention to a fixed number of keys may mix tokens."""
+    queries, *read = (set(token_axes(value, tokens)) for value in inputs_of(node)[:3])
+    mask = optional_input(node, 3)
+    is_by_key = mask is not None and rank_of(mask) - 1 in token_axes(mask, tokens)
+    if is_by_key or any(axes & {2, 3} for axes in read):
+        return f"attends to several {what}"
+    return "is causal" if node.attributes.get_int("is_causal", 0) and 2 in queries else None
 
 
 def _indexed(node: ir.Node, rank: int) -> set[int]:
@@ -180,6 +221,22 @@ def _repeated(node: ir.Node, rank: int) -> list[int] | None:
     return None if repeats is None else [axis for axis, count in enumerate(repeats) if count != 1]
 
 
+def _of_channels(node: ir.Node, rank: int) -> list[int]:
+    """The axes that a normalisation by fixed numbers combines: none, unless it is in training mode."""
+    return list(range(rank)) if node.attributes.get_int("training_mode", 0) else []
+
+
+def _convolved(node: ir.Node, rank: int) -> list[int] | None:
+    """The channels, and the axes along which a convolution combines, adds or drops positions."""
+    kernel, places = input_of(node, 1).shape, rank - 2
+    if kernel is None:
+        return None
+    strides = node.attributes.get_ints("strides", [1] * places)
+    pads = node.attributes.get_ints("pads", [0] * 2 * places)
+    alone = [(kernel[2 + i], strides[i], pads[i], pads[i + places]) == (1, 1, 0, 0) for i in range(places)]
+    return [1, *(2 + i for i in range(places) if not alone[i])]
+
+
 def _to_the_end(node: ir.Node, rank: int) -> list[int]:
     """All axes from a given one on."""
     return list(range(int(node.attributes.get_int("axis", -1) or 0) % max(rank, 1), rank))
@@ -191,6 +248,10 @@ _AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {
     **dict.fromkeys(("ArgMax", "ArgMin", "Concat", "GatherElements", "ScatterElements", "Split"), _of_axis(0)),
     **dict.fromkeys(("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK"), _of_axis(-1)),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _to_the_end),
+    "BatchNormalization": _of_channels,
+    "Conv": _convolved,
+    "GroupNormalization": lambda node, rank: list(range(1, rank)),
+    "InstanceNormalization": lambda node, rank: list(range(2, rank)),
     "RotaryEmbedding": lambda node, rank: [],
     "Tile": _repeated,
 }

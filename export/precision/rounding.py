@@ -25,7 +25,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout, rearrange
 from attnforge.export.attention.masking import Zeros, with_zeros
-from attnforge.export.decoding.insert import in_cache
+from attnforge.export.decoding.insert import in_cache, sites_over_tokens
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.expected_caches import with_caches
 from attnforge.export.graphs.build import Builder, insert, like
@@ -163,14 +163,14 @@ def _int8_scales(a: Attention, peaks: Sequence[float]) -> list[float]:
 def sites_with_caches(
     model: ir.Model, sites: Sequence[Site], data: Sequence[Mapping[str, Array]]
 ) -> list[RoundedOperands]:
-    """All attention sites, with the ranges of their keys and values in int8 caches.
+    """All attention sites whose keys are tokens, with the ranges of their keys and values in int8 caches.
 
     Args:
         model: a canonical fp32 graph; not modified.
         sites: its attention sites.
         data: real inputs of the model.
     """
-    nodes = list(attentions(model, sites))
+    nodes = list(attentions(model, sites_over_tokens(model, sites)))
     names = {site.name: [f"{site.name}/{part}" for part in OPERANDS[1:]] for site, _ in nodes}
     every = [name for of_site in names.values() for name in of_site]
     peaks = _peaks(as_it_is(with_caches(model, sites, every), every), data, axis=(0, 2))

@@ -89,6 +89,8 @@ class _StepConversion:
 
     def attended(self, node: Any) -> Any:
         """Attention of `(batch, heads, tokens, size)`. Queries that share keys are rows of one head."""
+        if node.get_input(1).get_partial_shape()[2].is_static:
+            return self._over_fixed_keys(node)
         query, key, value, mask = (node.get_input(i) for i in range(4))
         _, shared, _, size = (dim.get_length() if dim.is_static else 0 for dim in key.get_partial_shape())
         shape = ops.shape_of(query, "i64")
@@ -100,15 +102,29 @@ class _StepConversion:
         else:
             columns = ops.gather(ops.shape_of(seen, "i64"), _ints([3]), _ints(0))
             mask = ops.reshape(seen, ops.concat([_ints([0, shared, -1]), columns], 0), True)
-        scale = ops.convert_like(ops.constant(node.get_attribute("scale", 0.0), np.float32), query)
-        if cap := node.get_attribute("softcap", 0.0):
-            result = self._capped(query, key, value, mask, scale, cap)
-        else:
-            result = ops.scaled_dot_product_attention(query, key, value, mask, scale, False)
+        result = self._result(node, query, key, value, mask)
         size_v = ops.gather(ops.shape_of(value, "i64"), _ints([3]), _ints(0))
         return ops.reshape(
             result, ops.concat([ops.gather(shape, _ints([0, 1, 2]), _ints(0)), size_v], 0), False
         ).outputs()
+
+    def _over_fixed_keys(self, node: Any) -> Any:
+        """Attention to keys that are no tokens, and are in no cache."""
+        query, key, value = (node.get_input(i) for i in range(3))
+        heads, shared = (x.get_partial_shape()[1] for x in (query, key))
+        if heads.is_static and shared != heads:
+            each = heads.get_length() // shared.get_length()
+            of_key = _ints([head // each for head in range(heads.get_length())])
+            key, value = (ops.gather(x, of_key, _ints(1)) for x in (key, value))
+        none = ops.convert_like(ops.constant(0.0, np.float32), query)
+        mask = node.get_input(3) if node.get_input_size() > 3 else none
+        return self._result(node, query, key, value, mask).outputs()
+
+    def _result(self, node: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        scale = ops.convert_like(ops.constant(node.get_attribute("scale", 0.0), np.float32), query)
+        if cap := node.get_attribute("softcap", 0.0):
+            return self._capped(query, key, value, mask, scale, cap)
+        return ops.scaled_dot_product_attention(query, key, value, mask, scale, False)
 
     def _capped(self, query: Any, key: Any, value: Any, mask: Any, scale: Any, cap: float) -> Any:
         scores = ops.multiply(ops.matmul(query, key, False, True), scale)

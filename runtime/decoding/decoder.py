@@ -318,6 +318,8 @@ class Decoder:
         spec, vocabulary = self._step.tokens, self._step.decoding.vocabulary
         wanted = np.dtype(spec.dtype)
         array = _as_array(spec.name, tokens)
+        if not array.size and isinstance(tokens, list):
+            array = array.astype(wanted)  # an empty list has no type
         if array.dtype != wanted and (array.dtype.kind not in "iu" or wanted.kind not in "iu"):
             raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
         expected = (self.batch, *dims) if whole else tuple(dims)

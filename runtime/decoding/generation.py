@@ -40,11 +40,11 @@ class Sampler:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(f"temperature is {self.temperature:g}; give 0 for the most likely token, or more")
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and whole("top_k", self.top_k) < 1:
             raise UsageError(f"top_k is {self.top_k}; give 1 or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"top_p is {self.top_p:g}; give more than 0 and at most 1")
-        if not 0 <= self.seed < 2**64:
+        if not 0 <= whole("seed", self.seed) < 2**64:
             raise UsageError(f"the seed is {self.seed}; give an integer from 0 to 2^64 - 1")
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
             raise UsageError("top_k and top_p need a temperature above 0; without one the most likely token is taken")
@@ -122,7 +122,8 @@ def generate(
         The next token of every sample, `(batch,)`, int64; :data:`STOPPED` for a sample that has stopped.
 
     Raises:
-        InputError: as in :meth:`Decoder.prefill`; or the caches are too small for the prompts and the new tokens.
+        InputError: as in :meth:`Decoder.prefill`; the caches are too small for the prompts and the new tokens; or a
+            stop token id is no whole number.
         UsageError: fewer than one new token, or the model does not return logits.
     """
     if whole("max_new_tokens", max_new_tokens) < 1:
@@ -134,7 +135,8 @@ def generate(
             f"the prompt and {max_new_tokens} new tokens are {int(ends.max()) + 1} tokens, and the cache has room for "
             f"{decoder.places + 1}; generate fewer, or deploy with more cache_tokens"
         )
-    return _tokens(decoder, rows, max_new_tokens, frozenset(stop), sampler)
+    ends_of_samples = frozenset(whole("a stop token id", each) for each in stop)
+    return _tokens(decoder, rows, max_new_tokens, ends_of_samples, sampler)
 
 
 def _tokens(

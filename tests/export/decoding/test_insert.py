@@ -35,6 +35,7 @@ from attnforge.export.sources.huggingface import around
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
 from attnforge.quiet import quiet
+from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import rewrite
 from tests.support.decoders import KINDS, PLACES, DeployDecoder, decoder_example
@@ -519,12 +520,62 @@ class NoAttention(Causal):
         return x
 
 
+class ByThreshold(Causal):
+    """Positions are stretched once there are more than 12 tokens."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        factor = torch.where(torch.scalar_tensor(x.shape[1]) > 12, 0.1, 0.2)
+        embedding: Tensor = self.table(x)
+        return embedding + (torch.arange(x.shape[1]) * factor)[:, None]
+
+
+class ByParity(Causal):
+    def embedded(self, x: Tensor) -> Tensor:
+        embedding: Tensor = self.table(x)
+        return embedding + (torch.arange(x.shape[1]) * (x.shape[1] % 2) * 0.1)[:, None]
+
+
+class PooledSamples(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x - x.mean(0, keepdim=True))
+
+
+class NormalisedOverTokens(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(F.group_norm(x.mT, 4).mT)
+
+
+class SummedPairs(Causal):
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x + torch.einsum("bts,bsf->btf", x @ x.mT, x))
+
+
+class ReturnsPositions(Causal):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), torch.arange(x.shape[1]).expand(x.shape[0], -1)
+
+
+class MisreadCopies(Causal):
+    """Two copies of all tokens, read as two rows of each token."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return super().mixed(x.repeat(1, 2, 1).view(x.shape[0], x.shape[1], 2, WIDTH).sum(2))
+
+
+class SamplesAsHeads(Causal):
+    """Scales rows by position while heads and samples share an axis."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = value.flatten(0, 1) * self.positions.weight[: value.shape[2], : value.shape[3]]
+        return super().attended(query, key, rows.view(value.shape))
+
+
 REFUSED: dict[type[Causal], str] = {
     OnlyLater: "is bidirectional: a token sees later ones",
     Relative: r"leaves band −∞ … 0, residue: bias; .* not a bias by distance \(ALiBi\): .* is computed by Log",
     Chunked: r"leaves band −∞ … 0 and blocks of 8",
     Pooled: "ReduceMean .* works along the tokens",
-    Convolved: "Pad .* works along the tokens|Conv .* is not known to process tokens independently",
+    Convolved: "Conv .* works along the tokens",
     Shifted: "works along the tokens|Concat|Slice",
     Summed: "CumSum .* works along the tokens",
     Backwards: "Slice .* works along the tokens",
@@ -537,6 +588,14 @@ REFUSED: dict[type[Causal], str] = {
     FirstRow: "ScatterElements .* indexes some of the tokens",
     AddsTheFirst: "GatherElements .* indexes some of the tokens",
     NoAttention: "the model has no attention",
+    ByThreshold: r"when there are more tokens \(15 instead of 8\).* give at most 8 as cache_tokens",
+    ByParity: r"when there are more tokens \(3 instead of 2\).* deploy the model without cache_tokens",
+    PooledSamples: "ReduceMean .* works along the samples, and a decoder runs prompts sample by sample",
+    NormalisedOverTokens: "GroupNormalization .* works along the tokens",
+    SummedPairs: "sums over the tokens",
+    ReturnsPositions: "output .* does not depend on the tokens; remove it",
+    MisreadCopies: "Reshape .* regroups the tokens",
+    SamplesAsHeads: "reads the positions of one sample for all samples",
 }
 
 
@@ -544,6 +603,73 @@ REFUSED: dict[type[Causal], str] = {
 def test_a_model_that_cannot_have_a_cache_is_refused_with_a_reason(kind: type[Causal]) -> None:
     with pytest.raises(UsageError, match=REFUSED[kind]):
         inserted(kind())
+
+
+class KeysByPosition(Causal):
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        position: Tensor = self.positions(torch.arange(key.shape[2]))
+        rows = position.view(-1, HEADS, WIDTH // HEADS).transpose(0, 1)
+        return super().attended(query, rows.expand_as(key), value)
+
+
+class PositionsAfterTokens(Causal):
+    """A table `(positions, 1, width)`, which is added where tokens come before samples."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table(x).transpose(0, 1) + self.positions.weight[: x.shape[1], None]
+        return rows.transpose(0, 1)
+
+
+class OfChannels(Causal):
+    """Operators that treat tokens separately, though not all of their kind do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.convolution = nn.BatchNorm1d(WIDTH), nn.Conv1d(WIDTH, WIDTH, 1)
+        self.over_width = nn.Conv2d(1, 1, (3, 1), padding=(1, 0))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        rows = F.group_norm(x.flatten(0, 1)[..., None], 4).view(x.shape)
+        rows = self.over_width(self.convolution(self.norm(rows.mT))[:, None])[:, 0].mT
+        return super().mixed(torch.einsum("bte,ef->btf", rows, self.qkv.weight[:WIDTH]))
+
+
+class Experts(Causal):
+    """Attention of each token to the results of three experts, and to a memory that no token changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.memory = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.randn(1, 7, WIDTH))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        copies = x.flatten(0, 1).repeat(3, 1).view(3, -1, WIDTH)  # as Llama 4 computes its experts
+        x = x + (copies @ self.experts.weight.view(3, WIDTH, WIDTH)).view(3, *x.shape).sum(0)
+        experts = self.experts(x).unflatten(-1, (3, WIDTH))
+        x = x + ((experts @ x[..., None]).mT.softmax(-1) @ experts).squeeze(2)
+        memory = self.memory.expand(x.shape[0], -1, -1)
+        return super().mixed(x + F.scaled_dot_product_attention(x, memory, memory))
+
+
+class OneChunk(Causal):
+    """Chunks that are as long as the cache."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        position = torch.arange(query.shape[2])
+        seen = (position[:, None] // 20 == position // 20) & (position[:, None] >= position)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+@pytest.mark.parametrize("kind", [OneChunk, KeysByPosition, PositionsAfterTokens, OfChannels, Experts])
+def test_what_looks_like_a_reason_and_is_none(kind: type[Causal], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shapes = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=16)}}
+    bundle = attnforge.deploy(
+        kind().eval(), (torch.randint(0, WORDS, (2, 9)),), tmp_path / "b", shapes, "fp32", ["onnxruntime"], tune=False,
+        cache_tokens=20,
+    )  # fmt: skip
+    assert bundle.manifest.decoding is not None and len(bundle.manifest.decoding.caches) == 1
+    backends = ["onnxruntime-cpu"] if why_not_here("openvino") else ["onnxruntime-cpu", "openvino"]
+    assert attnforge.verify(bundle, backends).passed
 
 
 def test_each_reason_is_needed() -> None:

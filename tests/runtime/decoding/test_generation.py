@@ -4,6 +4,7 @@ they are generated."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,8 @@ def test_the_last_token_needs_no_cache_position(session: Session) -> None:
         ({"temperature": 1, "top_p": 1.5}, "top_p is 1.5"),
         ({"temperature": 1, "seed": -1}, "seed is -1"),
         ({"top_k": 3}, "without one the most likely"),
+        ({"temperature": 1, "top_k": 1.5}, "top_k is 1.5; give a whole number"),
+        ({"temperature": 1, "seed": 1.5}, "seed is 1.5; give a whole number"),
     ],
 )
 def test_invalid_options_of_a_sampler(options: dict[str, float], message: str) -> None:
@@ -84,6 +87,20 @@ def test_invalid_options_of_a_sampler(options: dict[str, float], message: str) -
 def test_zero_new_tokens_are_refused(session: Session) -> None:
     with pytest.raises(UsageError, match="max_new_tokens is 0"):
         session.generate(ids(1, 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "stop", "message"),
+    [
+        ([[5, 7]], "ab", "a stop token id is 'ab'; give a whole number"),
+        ([[5, 7]], [1.5], "a stop token id is 1.5; give a whole number"),
+        (["a text", "another"], [], "generate takes one text"),
+        ([[5, 7], []], [], "sample 1 has no token; give one or more"),
+    ],
+)
+def test_invalid_prompts_and_stops(session: Session, prompts: Any, stop: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        list(session.generate(prompts, 2, stop=stop))
 
 
 LOGITS = st.lists(st.floats(-30, 30), min_size=1, max_size=12).map(lambda xs: np.array(xs, np.float32))
