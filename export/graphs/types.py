@@ -164,14 +164,14 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None
 def kept_in_fp32(graph: ir.Graph) -> set[ir.Value]:
     """Tensors that operators take in fp32, and tensors that are cast to integers (sizes, positions), which 16 bits
     would change; with all tensors that they are computed from, unless these are inputs or used for anything else."""
+    seeds = {(node, i) for node in graph for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ())}
+    seeds |= {(n, 0) for n in graph if is_op(n, "Cast") and ir.DataType(n.attributes.get_int("to", 1)).is_integer()}
     kept: set[ir.Value] = set()
-    for node in graph:
-        seeds = [node.inputs[i] for i in _FLOAT32_INPUTS.get((node.domain, node.op_type), ()) if i < len(node.inputs)]
-        if is_op(node, "Cast") and ir.DataType(node.attributes.get_int("to", 1)).is_integer():
-            seeds.append(node.inputs[0])
-        reached = upstream([v for v in seeds if v is not None], lambda v: v.dtype != FLOAT)
+    for node, i in seeds:
+        seed = node.inputs[i] if i < len(node.inputs) else None
+        reached = upstream([seed] if seed is not None else [], lambda v: v.dtype != FLOAT)
         cone = {v for v in reached if v.dtype == FLOAT}
-        users = {use.node for value in cone for use in value.uses()} - {node}
+        users = {use.node for value in cone for use in value.uses() if (use.node, use.idx) not in seeds}
         inside = all(output in cone for user in users for output in user.outputs)
         if inside and not any(v.is_graph_input() or v.is_graph_output() for v in cone):
             kept |= cone
