@@ -98,7 +98,7 @@ def test_a_session_goes_on_with_a_text(folder: Path) -> None:
         assert "".join(pieces) == session.tokenizer.text([*prompt, *ids])[len("to be") :]
         assert len(list(session.generate([prompt], temperature=1.5, seed=3, stop=[]))) == PLACES - len(prompt) + 1
         for alone in (prompt, 3, np.array(prompt)):
-            with pytest.raises(InputError, match=r"a text, or the token ids of every sample, as in \[\[1, 450"):
+            with pytest.raises(InputError, match=r"one text, or the token ids of every sample, as in \[\[1, 450"):
                 session.generate(alone)
         with pytest.raises(UnknownNameError, match=r"keyword of generate 'temperatures'.*did you mean temperature"):
             session.generate("to be", temperatures=0.7)  # type: ignore[call-arg]
