@@ -48,6 +48,10 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+ROOM = 2**26
+"""Bytes that are reserved without a look at what is available, which reads a dozen files."""
+
+
 def available(root: Path = Path("/")) -> int | None:
     """Return how many bytes this process can still use: the system's available memory, or less if a cgroup limits it;
     None if the system does not report it.

@@ -18,7 +18,7 @@ from attnforge.arrays import Array, pieces
 from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
 from attnforge.bundle.fields import LARGEST_SIZE
 from attnforge.errors import InputError, UnavailableError, check_known
-from attnforge.memory import available
+from attnforge.memory import ROOM, available
 
 SAMPLED = 32_768
 """Number of elements up to which an output is stored whole, and that are stored of a larger one."""
@@ -337,10 +337,6 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
         else _drawn(case, spec, rng)
         for spec in inputs
     }
-
-
-ROOM = 2**28
-"""Bytes of inputs up to which available memory is not checked."""
 
 
 def _check_room(case: Case, inputs: list[TensorSpec]) -> None:

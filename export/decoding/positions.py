@@ -116,7 +116,7 @@ def _tables(
 
     def computed(count: int) -> list[Array]:
         shape = [_static(batch), count, *(dim for dim in dims[2:] if isinstance(dim, int))]
-        message = f"the model has no positions for {count} tokens"  # if its table of positions is too short
+        message = f"the model has no positions for {capacity} tokens"  # if its table of positions is too short
         with raised_as(NotByPosition, message, "; give a smaller cache_tokens"):
             results = run({str(ids.name): np.zeros(shape, numpy_type(ids))})
         return [np.moveaxis(results[str(value.name)], token_axes(value, tokens)[0], 0) for value in values]

@@ -14,6 +14,7 @@ import numpy as np
 from attnforge.arrays import Array, is_torch, to_numpy, to_torch
 from attnforge.bundle import NEXT, Decoding, Manifest, TensorSpec
 from attnforge.errors import DeviceError, InputError, RunError, UnavailableError, UsageError, raised_as
+from attnforge.memory import ROOM
 from attnforge.numbers import whole
 from attnforge.runtime.inputs import check_index, writable
 
@@ -107,7 +108,8 @@ class Decoder:
         self._backend, self._step = backend, step
         self._busy = threading.Lock()
         self._past = np.zeros(batch, np.int64)
-        needed, left = cache_bytes(backend, step, batch), backend.free_bytes()
+        needed = cache_bytes(backend, step, batch)
+        left = backend.free_bytes() if needed > ROOM else None
         if left is not None and needed > left:
             raise UnavailableError(
                 f"the caches of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, and "

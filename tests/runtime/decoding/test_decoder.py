@@ -301,6 +301,7 @@ def test_memory_is_reported_before_it_is_allocated(session: Session, monkeypatch
     assert session.bundle.manifest.decoding is not None
     assert session.bundle.manifest.decoding.bytes_a_sample == size
     decoder = session.decoder()
+    monkeypatch.setattr("attnforge.runtime.decoding.decoder.ROOM", 0)
     monkeypatch.setattr(decoder._backend, "free_bytes", lambda: size)
     session.decoder(1)
     with pytest.raises(UnavailableError, match=r"caches of 2 samples with 40 tokens each take 0\.00 GiB"):
