@@ -29,12 +29,19 @@ def _centred(op: Builder, node: ir.Node) -> ir.Value:
     assert x.dtype is not None and x.shape is not None
     wide = DOUBLE if x.dtype == DOUBLE else FLOAT
     groups, epsilon = node.attributes.get_int("num_groups", 1), node.attributes.get_float("epsilon", 1e-5)
-    members = op.Reshape(cast(op, x, wide), constant(op, [0, groups, -1]))
-    centred = members
+    channels, last = x.shape[1], x.shape[-1]
+    rows = [channels // groups if isinstance(channels, int) else 1, -1]
+    if len(x.shape) > 3 and isinstance(last, int):
+        rows = [-1, last]
+
+    def mean(of: ir.Value) -> ir.Value:  # in two steps, as long sums that are added one by one err by far more
+        return op.ReduceMean(op.ReduceMean(of, constant(op, [3]), keepdims=1), constant(op, [2]), keepdims=1)
+
+    centred = op.Reshape(cast(op, x, wide), constant(op, [0, groups, *rows]))
     for _ in range(2):  # subtracting the mean again removes the rounding error of the first mean
-        centred = op.Sub(centred, op.ReduceMean(centred, constant(op, [2]), keepdims=1))
-    variance = op.ReduceMean(op.Mul(centred, centred), constant(op, [2]), keepdims=1)
+        centred = op.Sub(centred, mean(centred))
+    variance = mean(op.Mul(centred, centred))
     normal = op.Div(centred, op.Sqrt(op.Add(variance, constant(op, epsilon, wide))))
     normal = op.Cast(op.Reshape(normal, op.Shape(x)), to=x.dtype.value)
-    channels = constant(op, [-1, *[1] * (len(x.shape) - 2)])
-    return op.Add(op.Mul(normal, op.Reshape(scale, channels)), op.Reshape(shift, channels))
+    by_channel = constant(op, [-1, *[1] * (len(x.shape) - 2)])
+    return op.Add(op.Mul(normal, op.Reshape(scale, by_channel)), op.Reshape(shift, by_channel))
