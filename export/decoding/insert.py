@@ -261,11 +261,11 @@ def _seen(site: Site, a: Attention, tokens: DimSpec, capacity: int) -> Seen:
 
 def _within(left: Visibility, capacity: int) -> Visibility:
     """The same pairs of the first `capacity` tokens, which are in one chunk if chunks are as long."""
-    in_chunks = [region.blocks for region in left.regions]
-    are_one = [chunks is not None and chunks == Blocks(chunks.size) and chunks.size >= capacity for chunks in in_chunks]
-    regions = (
-        replace(each, blocks=None) if is_one else each for each, is_one in zip(left.regions, are_one, strict=True)
-    )
+
+    def are_one(chunks: Blocks | None) -> bool:
+        return chunks is not None and chunks == Blocks(chunks.size) and chunks.size >= capacity
+
+    regions = (replace(each, blocks=None) if are_one(each.blocks) else each for each in left.regions)
     return replace(left, regions=tuple(regions))
 
 

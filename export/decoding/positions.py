@@ -126,7 +126,7 @@ def _tables(
     tables: list[Array] = []
     for count in sorted({count for half in halves for count in (half - 1, half) if count >= least} | {capacity}):
         more = computed(count)
-        for value, table, part in zip(values, more, tables, strict=bool(tables)):
+        for value, table, part in zip(values, more, tables or more, strict=True):
             if not np.allclose(table[: len(part)], part, rtol=1e-5, atol=1e-6, equal_nan=True):
                 advice = f"give at most {agreed[-1]} as" if len(agreed) > 2 else "deploy the model without"
                 raise NotByPosition(

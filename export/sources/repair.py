@@ -20,7 +20,7 @@ from attnforge.export.graphs.build import Builder, cast, constant, dims_of, inse
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.graphs.types import LOW
-from attnforge.export.sources.shapes import order
+from attnforge.export.sources.shapes import dims_as_multiplied
 
 FLOAT, FUSED = ir.DataType.FLOAT, "FusedMatMul"
 
@@ -175,7 +175,7 @@ def _product(op: Builder, node: ir.Node, attributes: Mapping[str, int]) -> ir.Va
     sides = []
     for i, side in enumerate("AB"):
         x = input_of(node, i)
-        dims = order(len(dims_of(x)), side, attributes)
+        dims = dims_as_multiplied(len(dims_of(x)), side, attributes)
         sides.append(x if dims == sorted(dims) else op.Transpose(x, perm=dims))
     product, alpha, dtype = op.MatMul(*sides), node.attributes.get_float("alpha", 1.0), input_of(node).dtype or FLOAT
     if dtype not in LOW or float(np.asarray(alpha, dtype.numpy())) == alpha:

@@ -129,7 +129,7 @@ def _is_shaped(info: onnx.ValueInfoProto) -> bool:
     return kind.HasField("shape") and all(dim.WhichOneof("value") for dim in kind.shape.dim)
 
 
-def order(rank: int, side: str, attributes: Mapping[str, int]) -> list[int]:
+def dims_as_multiplied(rank: int, side: str, attributes: Mapping[str, int]) -> list[int]:
     """The order in which a FusedMatMul of ONNX Runtime multiplies the dims of an operand, "A" or "B"."""
     dims = list(range(rank))
     if attributes.get(f"transBatch{side}"):
@@ -164,7 +164,7 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
         shapes = [list(self._get_shape(node, i)) for i in range(2)]
         if min(map(len, shapes)) < 2:
             return
-        orders = [order(len(shape), side, attributes) for shape, side in zip(shapes, "AB", strict=True)]
+        orders = [dims_as_multiplied(len(shape), side, attributes) for shape, side in zip(shapes, "AB", strict=True)]
         left, right = ([shape[i] for i in order] for shape, order in zip(shapes, orders, strict=True))
         shape = [*self._broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]]
         dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
