@@ -192,7 +192,7 @@ Handler = Callable[[Reader, ir.Node, Index], Known | None]
 
 
 def _moved(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    source = MOVES[node.op_type](reader, node, index)
+    source = MOVES[node.op_type](reader, node, index) if input_of(node).shape is not None else None
     return None if source is None else reader.read(node.inputs[0], source)
 
 
