@@ -95,6 +95,13 @@ def numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
     return indices if x.shape is None else typed(indices, ir.DataType.INT64, [dims_of(x)[axis]])
 
 
+def drop(op: Builder) -> None:
+    """Detach the nodes of a builder that are not inserted: they must not count as users of their inputs."""
+    for node in op.nodes:
+        for i in range(len(node.inputs)):
+            node.replace_input_with(i, None)
+
+
 Result = TypeVar("Result")
 
 
@@ -114,9 +121,7 @@ def insert(
     try:
         result = build(op)
     except Exception:
-        for node in op.nodes:  # nodes of a build that failed must not count as users of their inputs
-            for i in range(len(node.inputs)):
-                node.replace_input_with(i, None)
+        drop(op)
         raise
     stem = stem or at.name or at.op_type
     for i, node in enumerate(op.nodes):

@@ -121,10 +121,11 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
     scores.context.reset_operations()
     if isinstance(known, isl.Set):
         added = [(known, Between(0, 0)), (scores.opposite(known), Between(-inf, -inf))]
-        parts = [(domain, bounds) for domain, bounds in added if not scores.is_never(domain)]
+        leaves = [bounds for domain, bounds in added if not scores.is_never(domain)]
     else:
-        parts = [(domain, Between(x.least, x.most)) for domain, x in reader.arithmetic.parts(known)]
-    leaves = [bounds for _, bounds in parts] + ([Between(-inf, -inf)] if is_causal else [])
+        leaves = [Between(x.least, x.most) for _, x in reader.arithmetic.parts(known)]
+    if is_causal:
+        leaves.append(Between(-inf, -inf))
     seen = _shown(scores, known, NEGLIGIBLE).intersect(causal)
     must = scores.pairs.subtract(scores.may(scores.opposite(seen)))
     residue: frozenset[Kind] = frozenset()
