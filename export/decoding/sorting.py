@@ -84,11 +84,12 @@ class SortedRows:
         if not read or node.outputs[0] not in self._by_token:
             return bool(read)
         sort = read[0].sort
-        if not (self._is_put_back(node) or self._is_known(node, sort)):
-            earlier = next((known.culprit for known in read if known.culprit is not None), None)
-            is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
-            other = _Sorted(sort, "others", culprit=node if earlier is None or is_group else earlier)
-            self._sorted.update(dict.fromkeys(node.outputs, other))
+        if self._is_put_back(node) or self._is_index(node) or self._is_place(node, sort) or self._is_rows(node, sort):
+            return True
+        earlier = next((known.culprit for known in read if known.culprit is not None), None)
+        is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
+        other = _Sorted(sort, "others", culprit=node if earlier is None or is_group else earlier)
+        self._sorted.update(dict.fromkeys(node.outputs, other))
         return True
 
     def mixing(self, values: Iterable[ir.Value]) -> ir.Node | None:
@@ -106,11 +107,8 @@ class SortedRows:
         is_integer = rows.dtype is not None and rows.dtype.is_integer()
         return is_free and is_integer and rank_of(rows) == 1 and self._have_equal_rows(rows, *node.outputs)
 
-    def _is_known(self, node: ir.Node, sort: ir.Node) -> bool:
-        """Note what the outputs of a node are; False if it is nothing known."""
-        return self._is_index(node) or self._is_place(node, sort) or self._is_rows(node, sort)
-
     def _is_index(self, node: ir.Node) -> bool:
+        """Note indices of another form; rows and places keep theirs with another dim."""
         source, result = input_of(node), node.outputs[0]
         if is_op(node, "Unsqueeze") and _integers(node, 1) in ([1], [-1]) and rank_of(source) == 1:
             known = self._sorted.get(source)

@@ -333,7 +333,6 @@ def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, key: ir.Value, ma
         how = f"on {len(others) + 1} dims" if others else "by the first and last key of each sample"
         raise NotAttention(f"a {node.op_type} whose padding mask is given {how}")
     low, dtype = node.attributes.get_float("mask_filter_value", -10000.0), query.dtype
-    assert dtype is not None
     return [like(op.Where(kept, constant(op, 0.0, dtype), constant(op, low, dtype)), kept, dtype)]
 
 

@@ -20,8 +20,9 @@ class Builder(Tape):
         return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
 
 
-def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-    """Write a Constant node with `data` in `dtype`, with its shape and type set."""
+def constant(op: Builder, data: ArrayLike, dtype: ir.DataType | None = ir.DataType.INT64) -> ir.Value:
+    """Write a Constant node with `data` in `dtype`, which must be known, with its shape and type set."""
+    assert dtype is not None
     tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
     value = typed(op.Constant(value=tensor), dtype, np.shape(data))
     value.const_value = tensor

@@ -194,9 +194,10 @@ def _retype_node(
     # These operators return fp32 by default, without an attribute for it.
     if node.domain == "" and FLOAT in sources:
         if node.op_type == "Constant" and not {"value_float", "value_floats"}.isdisjoint(node.attributes):
-            numbers = constant_of(node.outputs[0])
+            value = constant_of(node.outputs[0])
+            assert value is not None
             node.attributes.clear()
-            node.attributes["value"] = ir.AttrTensor("value", convert(ir.tensor(numbers)))
+            node.attributes["value"] = ir.AttrTensor("value", convert(ir.tensor(value)))
         elif node.op_type == "ConstantOfShape" and "value" not in node.attributes:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, target.numpy()), dtype=target))
         elif node.op_type in ("RandomNormal", "RandomUniform") and "dtype" not in node.attributes:

@@ -137,7 +137,6 @@ class _Blocks(Interpreter[ir.Value]):
 
     def _uncached(self, value: ir.Value, index: Index) -> ir.Value:
         """A value at an index, cut to blocks."""
-        assert value.dtype is not None
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
@@ -153,9 +152,7 @@ class _Blocks(Interpreter[ir.Value]):
 
     def cut(self, value: ir.Value) -> ir.Value:
         result = self._cut(self.op, value)
-        assert value.dtype is not None and result.shape is not None
-        result.type = ir.TensorType(value.dtype)
-        return result
+        return like(result, result, value.dtype)
 
     # --- operators
 
@@ -175,7 +172,6 @@ class _Blocks(Interpreter[ir.Value]):
         if no is not None and self.scores.is_always(x.ge_set(self.scores.constant(0))):
             return yes
         op, dtype, condition = self.op, yes.dtype, self._not_negative(x)
-        assert dtype is not None
         if dtype != BOOL:
             no = self.cut(constant(op, [[[[0]]]], dtype)) if no is None else no
             return broadcast_like(op.Where(condition, yes, no), condition, yes, no, dtype=dtype)

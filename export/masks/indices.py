@@ -34,11 +34,6 @@ class Positions(Protocol):
     def elements(self, value: ir.Value | None) -> list[Whole | None] | None: ...
 
 
-def start(scores: Scores, rank: int) -> Index:
-    """The first index of a tensor."""
-    return (scores.constant(0),) * rank
-
-
 def size_of(scores: Scores, dim: int | ir.SymbolicDim) -> Whole:
     return scores.whole(Affine.dim(dim))
 
