@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.export.graphs.build import insert, like, replace_value
-from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input, rank_of
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """Operators that may lie between a softmax and a guard against its NaN."""
@@ -54,14 +54,19 @@ def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Va
 def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
     """The scores and axis of the softmax that a Div computes; None if it is not a softmax."""
     exp, total = (_maker(value) for value in div.inputs)
-    if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
+    scores = _summed(exp, total)
+    if scores is None or exp is None or div.outputs[0].dtype != exp.outputs[0].dtype:
         return None
-    axis, source = one_axis(total), exp.inputs[0]
-    if axis is None or _maker(total.inputs[0]) is not exp or div.outputs[0].dtype != exp.outputs[0].dtype:
+    return scores if _is_shifted(*scores) or not _is_guarded(div.outputs[0]) else None
+
+
+def _summed(exp: ir.Node | None, total: ir.Node | None) -> tuple[ir.Value, int] | None:
+    """The exponents of the exponentials that `exp` computes, and the axis along which `total` sums them; None if they
+    are no such nodes."""
+    if not is_op(exp, "Exp") or not is_op(total, "ReduceSum") or _maker(total.inputs[0]) is not exp:
         return None
-    if source is None or (not _is_shifted(source, axis) and _is_guarded(div.outputs[0])):
-        return None
-    return source, axis
+    axis = one_axis(total)
+    return (input_of(exp), axis) if axis is not None else None
 
 
 def _is_shifted(scores: ir.Value, axis: int) -> bool:
@@ -104,16 +109,10 @@ def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
 
 def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:
     """The same for a Div of a product of exponentials and values by the sum of the exponentials."""
-    exp, total = maker_of(optional_input(product, 0)), _maker(div.inputs[1])
     if not is_op(product, "MatMul") or len(product.outputs[0].uses()) != 1 or product.outputs[0].is_graph_output():
         return None
-    if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
-        return None
-    weights, source = exp.outputs[0], exp.inputs[0]
-    if before_casts(total.inputs[0]) is not weights or source is None or weights.shape is None:
-        return None
-    last = len(weights.shape) - 1
-    return (source, last) if one_axis(total) == last and last > 0 else None
+    source, axis = _summed(maker_of(input_of(product)), _maker(div.inputs[1])) or (None, 0)
+    return (source, axis) if source is not None and axis == rank_of(source) - 1 > 0 else None
 
 
 def before_casts(value: ir.Value | None) -> ir.Value | None:
