@@ -145,7 +145,6 @@ def device_lost() -> bool:
 
 # --- a process for each step ------------------------------------------------------------------------------------------
 
-TAKE = "--take"
 RESTARTS, GRACE = 6, 20.0
 """How often a step whose process died continues in a new one; seconds that a task may exceed the time limit by."""
 
@@ -183,7 +182,7 @@ def _in_process(settings: Settings, name: str, log: Path) -> int | None:
     variables = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
     seconds = max(settings.ends + GRACE - time.time(), 1.0)
     ended = run_child(
-        "benchmarks.gpu", TAKE, name, settings.model_dump_json(), log=log, seconds=seconds, variables=variables
+        "benchmarks.gpu.one_step", name, settings.model_dump_json(), log=log, seconds=seconds, variables=variables
     )
     return ended.code if ended.why is None else None
 
