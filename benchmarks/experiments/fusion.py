@@ -135,16 +135,12 @@ def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
 def table(figures: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     rows = figures["models"]
-    columns = [
-        column for column in COLUMNS if all(column in row for row in rows.values())
-    ]  # an older file may have fewer
     lines = [
-        (name, row["sites"], *("–" if column in row["refused"] else row[column] for column in columns))
+        (name, row["sites"], *("–" if column in row["refused"] else row[column] for column in COLUMNS))
         for name, row in rows.items()
     ]
-    totals = [f"**{sum(row[column] for row in rows.values())}**" for column in ("sites", *columns)]
-    header = ("model", "sites", *(COLUMNS[column] for column in columns))
-    text = markdown_table(header, [*lines, ("**all**", *totals)])
+    totals = [f"**{sum(row[column] for row in rows.values())}**" for column in ("sites", *COLUMNS)]
+    text = markdown_table(("model", "sites", *COLUMNS.values()), [*lines, ("**all**", *totals)])
     versions = ", ".join(f"{k} {figures['tools'][k]}" for k in ("tensorrt_rtx", "onnxscript", "transformers"))
     return f"{text}\n\n– where the tool refuses the model. {versions}; `{figures['command']}`"
 
