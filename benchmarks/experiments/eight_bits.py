@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,13 +20,13 @@ import typer
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.engines import ENGINES
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bench.contenders.quantised import QUANTISED
 from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bundle import WEIGHTS, Bundle
 from attnforge.errors import first_line
-from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
 from attnforge.machine import processors
 from attnforge.model.registry import Example
@@ -85,9 +84,8 @@ def measure(
     threads: int = processors(),
 ) -> dict[str, Any]:
     """Measure every contender's error, size and time, at a batch of one and all tokens."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        return _measured(build(model.source(folder), model.options, None)[0], folder, rounds, threads)
+    with temporary_folder() as folder:
+        return _measured(model.example(), folder, rounds, threads)
 
 
 def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict[str, Any]:

@@ -16,11 +16,9 @@ A model that overflows at its precision, in eager mode on ordinary inputs, is re
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -30,6 +28,7 @@ import typer
 
 import attnforge
 from attnforge.arrays import is_floating
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, BuildError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
@@ -148,10 +147,10 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
         make: builds the model.
     """
     outcome = Outcome(recipe)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         try:
             bundle = deployed(
-                make(recipe), Path(folder) / "b", recipe.kind, precision=recipe.precision, tune=False, cache=False,
+                make(recipe), folder / "b", recipe.kind, precision=recipe.precision, tune=False, cache=False,
                 max_error=MAX_ERROR if recipe.precision == "int8" else None, cache_tokens=places_of(recipe),
                 keep_wrong=True,
             )  # fmt: skip
@@ -217,8 +216,8 @@ def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
 
 def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
     """Return the plan of TensorRT-RTX; None if TensorRT-RTX is not installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
+    with temporary_folder() as folder:
+        file = folder / "model.onnx"
         save(model, file)
         try:
             return build(file, "tensorrt_rtx", manifest.inputs, manifest.precision)

@@ -11,7 +11,6 @@ TensorRT-RTX fused attention kernels in the plan.
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.peers import (
     export_at_18,
     fused_operators,
@@ -75,8 +75,8 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     sites = canonicalize(captured.model, captured.without_effect, captured.lost).sites
     canonical = captured.model.clone()
     lowered = for_tensorrt.lower(captured.model, sites).sites
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
+    with temporary_folder() as folder:
+        file = folder / "model.onnx"
 
         def optimized(write: Exporter, optimize: Callable[[Path], onnx.ModelProto]) -> int:
             write(model.module, model.args, model.dynamic_shapes, file)

@@ -14,7 +14,6 @@ from attnforge.bench.contenders.decoding.in_torch import OfTransformers, languag
 from attnforge.bench.contenders.decoding.stepper import OfDecoder, Stepper
 from attnforge.bundle import Bundle
 from attnforge.export.deploy import deploy
-from attnforge.export.sources.named import build
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import at_precision, doubled
 from attnforge.runtime.backends.registry import ON_GPU, STEPPING
@@ -53,9 +52,7 @@ def decoding(device: Device) -> list[Task]:
 def _llama(device: Device) -> tuple[Bundle, nn.Module]:
     """Return the model with random weights, at the precision on the device, and its bundle; made once per process."""
     folder = device.scratch("decoder")
-    (module, args, shapes), _ = build(
-        Published("llama-100m", "decoder", "LlamaForCausalLM", SIZES).source(folder), OPTIONS, None
-    )
+    module, args, shapes = Published("llama-100m", "decoder", "LlamaForCausalLM", SIZES, OPTIONS).example()
     backends = device.usable(Item(), BACKENDS)
     bundle = deploy(
         module, args, folder / "bundle", shapes, PRECISION, targets_of(backends), tune=False, cache=False,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attnforge.export.sources.named import build
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from benchmarks.gpu.device import Device
@@ -40,9 +37,7 @@ MODELS: dict[str, Callable[[], Example]] = {"BERT-base": bert_base, "ViT-B/16": 
 
 def _states(architecture: str, **options: str | int) -> Example:
     """Return an architecture of transformers with random weights, whose output is the states of its last layer."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Published(architecture, "encoder", architecture).source(Path(folder))
-        (model, args, shapes), _ = build(source, {key: str(value) for key, value in options.items()}, None)
+    model, args, shapes = Published(architecture, "encoder", architecture).example(**options)
 
     class LastStates(torch.nn.Module):
         def __init__(self) -> None:
