@@ -202,6 +202,10 @@ class Experiment:
     threads: Callable[[], int] = processors
     packages: Sequence[str] = ()
 
+    def wrong(self, figures: Figures) -> list[str]:
+        """Return lines about failures."""
+        return list(not_held(self.claims(figures)) if self.broken is None else self.broken(figures))
+
     def command(self, words: str) -> Callable[..., None]:
         """Return the function that runs the experiment, with all its options, for typer.
 
@@ -247,7 +251,7 @@ class Experiment:
         figures = json.loads(results.read_bytes())
         for name, text in self.tables(figures).items():
             print(f"\n{name}\n\n{text}")
-        wrong = list(not_held(self.claims(figures)) if self.broken is None else self.broken(figures))
+        wrong = self.wrong(figures)
         for line in wrong:
             Console().print(line, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(code or bool(wrong))

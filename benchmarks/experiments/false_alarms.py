@@ -33,6 +33,7 @@ from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
 from attnforge.errors import AttnforgeError, BuildError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.execute import Runner, at_own_precision
+from attnforge.export.graphs.nodes import inputs_of, is_op, maker_of
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.lowering import tensorrt as for_tensorrt
@@ -203,11 +204,11 @@ def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
     """Return the 16-bit products that a kernel of `plan` keeps in float32 until it has added the bias, as in eager."""
     values: list[ir.Value] = []
     for node in model.graph:
-        if node.op_type != "Add" or not any(value is not None and value.is_initializer() for value in node.inputs):
+        if not is_op(node, "Add") or not any(value.is_initializer() for value in inputs_of(node)):
             continue
-        for value in node.inputs:
-            product = value.producer() if value is not None else None
-            if value is None or product is None or product.op_type != "MatMul" or value.dtype not in LOW:
+        for value in inputs_of(node):
+            product = maker_of(value)
+            if not is_op(product, "MatMul") or value.dtype not in LOW:
                 continue
             if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
                 values.append(value)
