@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -29,16 +30,16 @@ import typer
 import attnforge
 from attnforge.arrays import is_floating
 from attnforge.atomic import temporary_folder
-from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
+from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import AttnforgeError, BuildError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.execute import Runner, at_own_precision
 from attnforge.export.graphs.nodes import inputs_of, is_op, maker_of
-from attnforge.export.graphs.saving import load_graph, save
+from attnforge.export.graphs.saving import load_graph
 from attnforge.export.graphs.types import LOW
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import unrounded_in_fused_kernels
-from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.build import Plan
 from attnforge.model.registry import Example
 from attnforge.precision import PRECISIONS, precision_named
 from attnforge.report.render import markdown_table
@@ -48,6 +49,7 @@ from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
 from benchmarks.experiment import Experiment, say
 from benchmarks.published import deployed
+from benchmarks.rtx import plan_of
 from tests.support.hostile_models import draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
@@ -176,7 +178,9 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = load_graph(bundle, CANONICAL)
     lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
-    plan = _plan(model, manifest)
+    plan = None
+    with suppress(UnavailableError):
+        plan = plan_of(model, manifest.inputs, manifest.precision)
     fused = [s.site for s in lowered if (s.unfused is None if plan is None else plan.kernel_of(s.node) is not None)]
     run = as_compiled(model, fused, plan)
     stored, outputs = stored_inputs(bundle), bundle.tensors(REFERENCE_OUTPUTS)
@@ -213,17 +217,6 @@ def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
             if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
                 values.append(value)
     return values
-
-
-def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
-    """Return the plan of TensorRT-RTX; None if TensorRT-RTX is not installed."""
-    with temporary_folder() as folder:
-        file = folder / "model.onnx"
-        save(model, file)
-        try:
-            return build(file, "tensorrt_rtx", manifest.inputs, manifest.precision)
-        except UnavailableError:
-            return None
 
 
 def margin(comparison: Comparison) -> float:

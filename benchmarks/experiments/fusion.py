@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx_ir as ir
 import torch
 from torch import Tensor
 
@@ -30,16 +29,15 @@ from attnforge.bench.contenders.peers import (
 )
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import example
-from attnforge.export.sources.torch_module import Captured, capture
-from attnforge.export.tensorrt import build as engine
+from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 from attnforge.quiet import quiet
 from attnforge.report.render import markdown_table
 from attnforge.runtime.backends.eager import as_written
 from benchmarks.experiment import Experiment
+from benchmarks.rtx import compiled, plan_of
 from tests.support.huggingface import build, minilm, variants
 
 COLUMNS = {
@@ -74,7 +72,6 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     plain = captured.model.clone()
     sites = canonicalize(captured.model, captured.without_effect, captured.lost).sites
     canonical = captured.model.clone()
-    lowered = for_tensorrt.lower(captured.model, sites).sites
     with temporary_folder() as folder:
         file = folder / "model.onnx"
 
@@ -83,13 +80,15 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
             return fused_operators(optimize(file))
 
         def kernels() -> int:
-            plan = _plan(captured.model, captured, file)
+            lowered, plan = compiled(captured.model, sites, captured.inputs, "fp16")
             return sum(plan.kernel_of(attention.node) is not None for attention in lowered)
 
         for_ort = partial(transformers_optimizer, canonical=canonical)
         ways: dict[str, Callable[[], int]] = {
             "tensorrt_rtx": kernels,
-            "tensorrt_rtx_alone": lambda: sum(each.is_fused_attention for each in _plan(plain, captured, file).layers),
+            "tensorrt_rtx_alone": lambda: sum(
+                layer.is_fused_attention for layer in plan_of(plain, captured.inputs).layers
+            ),
             "optimizer": partial(optimized, export_at_18, for_ort),
             "optimizer_torchscript": partial(optimized, export_by_torchscript, for_ort),
             "ort_fusions": partial(optimized, export_at_18, ort_fusions),
@@ -125,11 +124,6 @@ def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], sha
         torch.onnx.export(
             module.eval(), args, str(file), input_names=names, dynamic_axes=axes, dynamo=False, opset_version=17
         )
-
-
-def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
-    ir.save(graph, file)
-    return engine.build(file, "tensorrt_rtx", captured.inputs, "fp16")
 
 
 def table(figures: dict[str, Any]) -> str:
