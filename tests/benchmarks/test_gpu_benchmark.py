@@ -290,7 +290,7 @@ def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, mon
     kept = GpuResults(machine={"device": "a device"}, steps={"tests": StepResult(items={"pytest -m gpu": Item()})})
     write(kept, tmp_path)
     with pytest.raises(typer.Exit) as ended:
-        command.main(tmp_path, 100, only=["ceilings"])
+        command.main(tmp_path, 1000, only=["ceilings"])
     results = read(tmp_path)
     assert ended.value.exit_code == 0 and set(results.steps) == {"tests", "ceilings"}
     assert list(results.steps["ceilings"].items) == [
