@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from attnforge.errors import CaptureError, UntrustedError, UsageError, raised_as
 from attnforge.export.sources.specs import Ranges, check_ranges
 from attnforge.quiet import quiet
+
+M = TypeVar("M", bound=nn.Module)
 
 UNREADABLE = "cannot be read as an exported program"
 
@@ -162,16 +164,19 @@ def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[
     float_type = next((dtype for dtype in dtypes if dtype in _PRECISIONS), None)
     if float_type is None:
         raise UsageError("the program has no weights or inputs of fp32, fp16 or bf16")
+    return taking("ExportedProgram", Program, names)(inner, leaves, spec, float_type)
 
-    def forward(self: Program, *tensors: Tensor) -> Any:
+
+def taking(name: str, kind: type[M], names: Sequence[str]) -> type[M]:
+    """A subclass of a module with this name, and with a forward whose parameters have these names, which become the
+    names of the deployed inputs; it passes their values to the module's `call`."""
+
+    def forward(self: Any, *tensors: Tensor) -> Any:
         return self.call(*tensors)
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind) for name in ("self", *names)]
-    )
-    kind_of_program: type[Program] = type("ExportedProgram", (Program,), {"forward": forward})
-    return kind_of_program(inner, leaves, spec, float_type)
+    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", *names)]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return type(name, (kind,), {"forward": forward, "names": names, "__module__": kind.__module__})
 
 
 def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Ranges) -> dict[str, dict[int, Any]]:

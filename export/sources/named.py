@@ -14,6 +14,8 @@ from torch import nn
 
 from attnforge.bundle import Source
 from attnforge.errors import UnknownNameError, UntrustedError, UsageError, first_line, plain
+from attnforge.export.sources import huggingface
+from attnforge.export.sources.exported_program import as_module, load_program
 from attnforge.model.data import real_data as real_data
 from attnforge.model.registry import MODELS, SEED, Example, build_model, load_weights
 
@@ -87,8 +89,6 @@ class Files(NamedTuple):
 def files_of(model: str) -> Files:
     """The tokenizer and the image processor of the named model, if it has them, and its stop token ids."""
     if model.startswith(HUGGING_FACE):
-        from attnforge.export.sources import huggingface
-
         return Files(*huggingface.files_of(model.removeprefix(HUGGING_FACE)))
     if (registered := MODELS.get(model)) is not None:
         tokenizer = registered.tokenizer and registered.tokenizer.resolve()  # installers may link a package's files
@@ -134,8 +134,6 @@ def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) 
 
 
 def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
-    from attnforge.export.sources import huggingface
-
     if weights is not None:
         raise UsageError(f"{model} takes the weights in its folder (model.safetensors), not those of another file")
     known = [name for name in inspect.signature(huggingface.example).parameters if name != "path"]
@@ -147,8 +145,6 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
 
 
 def _from_program(file: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
-    from attnforge.export.sources.exported_program import as_module, load_program
-
     module, args = as_module(load_program(Path(file), trusted=True))
     return Example(module, tuple(args.values()), None), Source(kind="program", name=file, options=dict(options))
 

@@ -319,15 +319,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
 def _as_signature(module: nn.Module, shapes: Mapping[str, Any]) -> dict[str, Any] | None:
     """The dynamic shapes of inputs in the structure of forward's parameters, where those of `*args` are a tuple; None
     if nothing is dynamic."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    kinds = [parameter.kind for parameter in parameters]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return dict(shapes) or None
-    count = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    named = list(shapes.items())
-    return (
-        {**dict(named[:count]), parameters[count].name: tuple(shape for _, shape in named[count:])} if named else None
-    )
+    return inspect.signature(module.forward).bind_partial(*shapes.values()).arguments if shapes else None
 
 
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:

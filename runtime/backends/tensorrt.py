@@ -422,9 +422,7 @@ class _Lane:
         owner.select(context, call.profile, stream)
         owner.set_shapes(context, call.shapes)
         try:
-            self._enqueue(
-                context, call, stream
-            )  # a first run compiles and allocates, which is not allowed in a capture
+            self._enqueue(context, call, stream)  # compiles and allocates, which is not allowed in a capture
             stream.sync()
         except BaseException:
             callers.wait(stream)  # the run may have been enqueued in part
