@@ -183,10 +183,6 @@ class Gpu:
             raise UsageError("the per-thread default stream differs from thread to thread; give a stream of your own")
         return LEGACY_DEFAULT_STREAM if handle in LEGACY_STREAMS else Stream.from_handle(handle)
 
-    def is_legacy(self, stream: Stream) -> bool:
-        """Whether a stream is the legacy default stream."""
-        return int(stream.handle) in LEGACY_STREAMS
-
     def current_stream(self, library: str) -> Stream | None:
         """The stream on which a library enqueues its work, by the library's name; None for libraries that expose
         none."""
@@ -372,7 +368,7 @@ def call(
     library = library_of(next(value for value in values if on_gpu(value)))
     with gpu.current():
         callers = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
-        run_on = gpu.stream if callers is None or gpu.is_legacy(callers) else callers
+        run_on = gpu.stream if callers is None or int(callers.handle) in LEGACY_STREAMS else callers
         order = _StreamOrder(gpu, run_on, None if stream is None else callers)
         feeds: list[Feed] = [
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)

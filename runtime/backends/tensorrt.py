@@ -142,11 +142,12 @@ class TensorRT:
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         with self.gpu.current(), self._lanes.borrow() as lane:
-            expected = self.output_shapes(shapes)
-            results = lane.run(arrays, shapes, expected)
-            return [  # copies, because the lane's next call overwrites its memory
-                _copied(result, out[i] if out is not None else None) for i, result in enumerate(results)
-            ]
+            results = lane.run(arrays, shapes, self.output_shapes(shapes))
+            targets = zip(results, out or [None] * len(results), strict=True)
+            copies = [np.empty_like(result) if target is None else target for result, target in targets]
+            for copy, result in zip(copies, results, strict=True):  # the lane's next call overwrites its memory
+                np.copyto(copy, result)
+            return copies
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
@@ -351,7 +352,6 @@ class _Lane:
         uploads, moves, addresses = [], [], []
         for name, feed in zip(self._owner.inputs, feeds, strict=True):
             if isinstance(feed, np.ndarray):
-                self._done.sync()  # the previous call may still read the pinned memory
                 uploads.append(self._upload(name, feed))
                 addresses.append(uploads[-1][0])
             elif feed.ptr % ALIGNMENT:
@@ -456,6 +456,7 @@ class _Lane:
 
     def _upload(self, name: str, array: Array) -> tuple[int, int, int]:
         """Copy an array to pinned memory; returns the (to, from, bytes) of the copy to enqueue."""
+        self._done.sync()  # the previous call may still read the pinned memory
         pinned = self._block(self._pinned, name, array.nbytes)
         np.copyto(pinned.array(array.shape, array.dtype), array)
         return self._block(self._device, name, array.nbytes).address, pinned.address, array.nbytes
@@ -477,14 +478,6 @@ class _Graph(NamedTuple):
 
     graph: Any
     context: Any
-
-
-def _copied(result: Array, target: Array | None) -> Array:
-    """A copy of `result`, in `target` if there is one."""
-    if target is None:
-        return result.copy()
-    np.copyto(target, result)
-    return target
 
 
 def invalid(bits: int) -> Iterator[str]:

@@ -188,8 +188,8 @@ class Decoder:
         """
         wanted = self._lengths(lengths)
         with self._running():
-            if (wanted > self._past).any() or (wanted < 0).any():
-                sample = int(np.argmax((wanted > self._past) | (wanted < 0)))
+            if (wrong := (wanted > self._past) | (wanted < 0)).any():
+                sample = int(np.argmax(wrong))
                 raise InputError(
                     f"sample {sample} has {self._past[sample]} tokens, so {wanted[sample]} cannot be kept; give 0 to "
                     f"{self._past[sample]}"
