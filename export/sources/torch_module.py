@@ -136,6 +136,7 @@ def capture(
     dtype = torch_dtype(precision)
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
+    in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         with _seeded(FIRST_LOW):
             answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
@@ -148,7 +149,7 @@ def capture(
             )
         try:
             program = torch.onnx.export(
-                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(copied, shapes),
+                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=in_signature,
                 verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
                 custom_translation_table=translations(),
             )  # fmt: skip
@@ -314,12 +315,6 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     if unknown := set(dynamic_shapes) - set(names):
         raise CaptureError(f"dynamic_shapes names {', '.join(sorted(unknown))}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
-
-
-def _as_signature(module: nn.Module, shapes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The dynamic shapes of inputs in the structure of forward's parameters, where those of `*args` are a tuple; None
-    if nothing is dynamic."""
-    return inspect.signature(module.forward).bind_partial(*shapes.values()).arguments if shapes else None
 
 
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
