@@ -311,7 +311,7 @@ REGISTRY = {
             ("onnxruntime",), steps=True,
         ),
         Registered(
-            "openvino", "openvino", ("openvino",), "openvino:open_bundle", _no_openvino, steps=True,
+            "openvino", "openvino", ("openvino",), "openvino:OpenVino", _no_openvino, steps=True,
             uncertified="it does not report what it fuses",
         ),
     )
