@@ -131,14 +131,11 @@ class Gpu:
 
     # --- memory
 
-    def allocate(self, size: int) -> Block:
-        """New device memory of `size` bytes. Freeing it waits for whatever still uses it."""
-        return self._counted(Block(self, int(self.check(driver.cuMemAlloc(max(size, 1)))), max(size, 1), pinned=False))
-
-    def allocate_pinned(self, size: int) -> Block:
-        """New host memory of `size` bytes, which the device copies from and to directly."""
-        address = int(self.check(driver.cuMemAllocHost(max(size, 1))))
-        return self._counted(Block(self, address, max(size, 1), pinned=True))
+    def allocate(self, size: int, *, pinned: bool = False) -> Block:
+        """New memory of `size` bytes: on the device, where freeing it waits for whatever still uses it, or `pinned` on
+        the host, which the device copies from and to directly."""
+        address = self.check((driver.cuMemAllocHost if pinned else driver.cuMemAlloc)(max(size, 1)))
+        return self._counted(Block(self, int(address), max(size, 1), pinned))
 
     def free(self, block: Block) -> None:
         """Free a block's memory; if the device is lost, there is nothing left to free."""
