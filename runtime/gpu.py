@@ -267,21 +267,21 @@ class DeviceOutputs:
             stream: stream on which the caller reads it; if it is None, the memory is not reused.
         """
         size = max(math.prod(shape) * dtype.itemsize, 1)
+        owner: Block | _Lease
         if stream is None:
-            alone = self._allocated(size)
-            return StridedMemoryView.from_buffer(
-                Buffer.from_handle(alone.address, size, owner=alone), shape, dtype=dtype
-            )
-        key = size, int(stream.handle)
-        with self._lock:
-            idle = self._idle.get(key)
-            if idle is None:
-                self._idle.put(key, idle := [])
-        try:
-            block = idle.pop()
-        except IndexError:
-            block = self._allocated(size)
-        buffer = Buffer.from_handle(block.address, size, owner=_Lease(block, idle))
+            block = owner = self._allocated(size)
+        else:
+            key = size, int(stream.handle)
+            with self._lock:
+                idle = self._idle.get(key)
+                if idle is None:
+                    self._idle.put(key, idle := [])
+            try:
+                block = idle.pop()
+            except IndexError:
+                block = self._allocated(size)
+            owner = _Lease(block, idle)
+        buffer = Buffer.from_handle(block.address, size, owner=owner)
         return StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
 
     def _allocated(self, size: int) -> Block:

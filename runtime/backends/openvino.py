@@ -99,8 +99,6 @@ class OpenVino(Backend):
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
-        self._weights: int
-        self._model: Any
         self._general: _Compiled | None
         with bundle.steady(), raised_as(UnavailableError, "OpenVINO cannot compile this model", passing=(OSError,)):
             self._model, self._general = self._opened(bundle.model(row.model(manifest)), manifest)
