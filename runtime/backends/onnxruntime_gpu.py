@@ -220,7 +220,8 @@ class OnnxRuntimeGpu(WithSession):
         return static
 
     def _location(self, value: StridedMemoryView | Rows) -> tuple[Any, ...]:
-        kind = BFLOAT16_ONNX if value.dtype == BFLOAT16 else value.dtype.type
+        dtype = np.dtype(value.dtype)
+        kind = BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type
         return "cuda", self.gpu.ordinal, kind, list(value.shape), value.ptr
 
 
