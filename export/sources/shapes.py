@@ -110,8 +110,7 @@ def infer_shapes(model: ir.Model) -> None:
             except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
-        shaped = {name: info for name, info in known.items() if _is_shaped(info)}
-        inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in shaped.items()})
+        inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in known.items()})
         return proto
 
     through_onnx(model.clone(), look)
@@ -197,7 +196,7 @@ def _symbolically(proto: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto])
 
     Args:
         proto: the model.
-        known: receives the values whose types and shapes were inferred, also if those of others cannot be.
+        known: receives the values whose shapes were inferred, if those of others cannot be.
 
     Raises:
         ValueError: the shape of some value cannot be inferred.
@@ -213,5 +212,5 @@ def _symbolically(proto: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto])
         if not inference.run_:
             break
     produced = {name for node in proto.graph.node for name in node.output}
-    known.update({name: value for name, value in inference.known_vi_.items() if name in produced})
+    known.update({name: v for name, v in inference.known_vi_.items() if name in produced and _is_shaped(v)})
     raise ValueError("the shape of some value cannot be inferred")

@@ -156,7 +156,7 @@ class Decoder:
             InputError: as in :meth:`prefill`; or the output cannot be written to `out`.
             UsageError: another thread runs this decoder.
         """
-        array = self._checked(tokens, self._of_token)
+        array = self._checked(tokens, (self.batch, *self._of_token))
         target = None if out is None else self._target(out)
         with self._running():
             self._check_capacity(np.ones(self.batch, np.int64))
@@ -247,8 +247,8 @@ class Decoder:
                 raise InputError("tokens were given as one array per sample, which have lengths; leave lengths out")
             if len(tokens) != self.batch:
                 raise InputError(f"tokens of {len(tokens)} samples were given; this decoder has {self.batch}")
-            return [self._checked(row, (None, *self._of_token), whole=False) for row in tokens]
-        array = self._checked(tokens, (None, *self._of_token))
+            return [self._checked(row, (None, *self._of_token)) for row in tokens]
+        array = self._checked(tokens, (self.batch, None, *self._of_token))
         if lengths is None:
             return list(array)
         counts = self._lengths(lengths)
@@ -279,8 +279,8 @@ class Decoder:
             )
         return np.broadcast_to(array, (self.batch,)).astype(np.int64)
 
-    def _checked(self, tokens: Any, dims: Sequence[int | None], *, whole: bool = True) -> Array:
-        """Tokens as an array of the bundle's type: for all samples, `(batch, *dims)`, or for one."""
+    def _checked(self, tokens: Any, dims: Sequence[int | None]) -> Array:
+        """Tokens as an array of the bundle's type and of these dims, of which None may have any size."""
         spec, vocabulary = self._tokens, self._decoding.vocabulary
         wanted = np.dtype(spec.dtype)
         array = _as_array(spec.name, tokens)
@@ -288,9 +288,8 @@ class Decoder:
             array = array.astype(wanted)  # an empty list has no type
         if array.dtype != wanted and (array.dtype.kind not in "iu" or wanted.kind not in "iu"):
             raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
-        expected = (self.batch, *dims) if whole else tuple(dims)
-        if array.ndim != len(expected) or any(w not in (None, s) for s, w in zip(array.shape, expected, strict=True)):
-            shape = ", ".join("tokens" if dim is None else str(dim) for dim in expected)
+        if array.ndim != len(dims) or any(w not in (None, s) for s, w in zip(array.shape, dims, strict=True)):
+            shape = ", ".join("tokens" if dim is None else str(dim) for dim in dims)
             raise InputError(f"{spec.name} has the shape {list(array.shape)}; give ({shape})")
         if vocabulary is not None:
             check_index(spec.name, array, 0, vocabulary - 1)
