@@ -242,30 +242,6 @@ class MultiHeadAttention(nn.Module):
         output: Tensor = self.output_proj(merge_heads(context))  # (B, n_q, embed_dim)
         return output
 
-    @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
-        """Return the same function as ``module`` without its dropout, batch first, with a copy of its weights.
-
-        Raises UsageError for ``add_bias_kv`` and ``add_zero_attn``, which add further keys.
-        """
-        if module.bias_k is not None or module.add_zero_attn:
-            raise UsageError("MultiheadAttention with add_bias_kv or add_zero_attn; only one without both is allowed")
-        bias = module.in_proj_bias is not None
-        copy = cls(module.embed_dim, module.num_heads, bias, module.kdim, module.vdim).to(module.out_proj.weight)
-        if module.kdim == module.vdim == module.embed_dim:
-            weights = module.in_proj_weight.chunk(3)
-        else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        projections = (copy.query_proj, copy.key_proj, copy.value_proj)
-        with torch.no_grad():
-            for projection, weight in zip(projections, weights, strict=True):
-                projection.weight.copy_(weight)
-            if module.in_proj_bias is not None:
-                for projection, part in zip(projections, module.in_proj_bias.chunk(3), strict=True):
-                    projection.bias.copy_(part)
-            copy.output_proj.load_state_dict(module.out_proj.state_dict())
-        return copy.train(module.training)
-
 
 class CrossAttention(nn.Module):
     """Queries from one sequence, keys and values from another: multi-head attention with ``K = V = memory``.

@@ -1,7 +1,7 @@
 """S13, two mistakes found in published code, reproduced on purpose.
 
 Both run and train, and only their results are wrong. They test that a deployment reproduces the function it is given,
-and not the one that was intended. For the correct function use :class:`attnforge.model.MultiHeadSelfAttention`.
+and not the one that was intended. The correct function is :class:`attnforge.model.attention.MultiHeadSelfAttention`.
 """
 
 from __future__ import annotations
