@@ -33,7 +33,7 @@ from attnforge.bundle.schema import (
     dim_name,
 )
 from attnforge.bundle.trust import Trusted, keys_of, signatures
-from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, shortened
+from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, raised_as, shortened
 from attnforge.files import Identity, identity, names_in, open_inside, open_regular
 
 if TYPE_CHECKING:
@@ -192,16 +192,11 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or the file is missing, altered or not safetensors.
         """
-        from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        try:
-            return load(self.read(name))
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise BundleError(
-                f"{self.path / name} is not a safetensors file that NumPy reads: {first_line(error)}; deploy the model "
-                "again"
-            ) from error
+        data, not_read = self.read(name), f"{self.path / name} is not a safetensors file that NumPy reads"
+        with raised_as(BundleError, not_read, "; deploy the model again"):
+            return load(data)
 
     @contextmanager
     def steady(self, *, whole: bool = True) -> Iterator[None]:
@@ -284,10 +279,8 @@ class Bundle:
 
         from attnforge.bundle.external import locations, messages
 
-        try:
+        with raised_as(BundleError, f"{self.path / name} is not an ONNX model"):
             parts = list(messages(load_model_from_string(data)))
-        except Exception as error:  # protobuf's
-            raise BundleError(f"{self.path / name} is not an ONNX model: {first_line(error)}") from error
         if any(isinstance(part, NodeProto) and part.op_type == _COMPILED for part in parts):
             raise BundleError(
                 f"{self.path / name} contains a compiled model ({_COMPILED}), which is code; do not use it"
@@ -389,10 +382,8 @@ def _again(name: str) -> str:
 
 
 def _root(path: Path) -> Path:
-    try:
+    with raised_as(BundleError, f"no bundle at {shortened(str(path))!r}"):  # a cycle of links, an invalid file name
         return path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid file name
-        raise BundleError(f"no bundle at {shortened(str(path))!r}: {first_line(error)}") from error
 
 
 def manifest_data(folder: Path, shown: Path | None = None) -> bytes:

@@ -30,30 +30,21 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
-_printed = _running = False
+is_printed = is_running = False
+"""Whether the command has printed its document, and whether a command is running."""
 
 
 def begin(*, running: bool = False) -> None:
     """Record that parsing begins, or with `running` the command itself; nothing has been printed yet."""
-    global _printed, _running
-    _printed, _running = False, running
-
-
-def running() -> bool:
-    """Whether a command is running."""
-    return _running
-
-
-def printed() -> bool:
-    """Whether the command has printed its document."""
-    return _printed
+    global is_printed, is_running
+    is_printed, is_running = False, running
 
 
 def print_json(document: Any) -> None:
     """Print the JSON document of a command with `--json` on standard output. NaN and infinity, which JSON lacks, become
     null."""
-    global _printed
-    _printed = True
+    global is_printed
+    is_printed = True
     finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
     print(json.dumps(finite, indent=2, allow_nan=False))
 
