@@ -52,7 +52,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._metrics = {
+        self._metrics: dict[str, Counter | Histogram] = {
             "calls": Counter("attnforge_calls", "Calls of a Session.", LABELS, registry=registry),
             "errors": Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error"), registry=registry),
             "seconds": Histogram(

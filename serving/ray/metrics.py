@@ -24,7 +24,7 @@ def observed(session: Session) -> Observed:
     for what in MEMORY:
         if (size := getattr(session.memory, what)) is not None:
             memory.set(size, dict(zip((*LABELS, "what"), (*labels, what), strict=True)))
-    metrics = {
+    metrics: dict[str, Counter | Histogram] = {
         "calls": Counter("attnforge_calls", "Calls of a Session.", LABELS),
         "errors": Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error")),
         "seconds": Histogram("attnforge_call_seconds", "Seconds of a call.", list(SECONDS), LABELS),

@@ -15,7 +15,7 @@ def attention_of(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
     """Return the same function, batch first, with a copy of the weights."""
     has_bias = theirs.in_proj_bias is not None
     ours = MultiHeadAttention(theirs.embed_dim, theirs.num_heads, has_bias, theirs.kdim, theirs.vdim)
-    if theirs.in_proj_weight is not None:
+    if theirs.kdim == theirs.vdim == theirs.embed_dim:
         weights: tuple[Tensor, ...] = theirs.in_proj_weight.chunk(3)
     else:
         weights = theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight
