@@ -165,8 +165,7 @@ def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
 
 @registered("S1", "one head, softmax(QKᵀ/√d_k)V")
 def self_attention(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
-    x = torch.randn(BATCH, TOKENS, input_dim)
-    return Example(SelfAttention(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(torch.randn(BATCH, TOKENS, input_dim), SelfAttention(input_dim, key_dim, value_dim))
 
 
 @registered("S2", "heads without output projection, d_v ≠ d_k")
@@ -174,8 +173,7 @@ def multi_head_self_attention(
     input_dim: int = 256, key_dim: int = 256, value_dim: int = 128, num_heads: int = 4
 ) -> Example:
     x = torch.randn(BATCH, TOKENS, input_dim)
-    module = MultiHeadSelfAttention(input_dim, key_dim, value_dim, num_heads)
-    return Example(module, (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(x, MultiHeadSelfAttention(input_dim, key_dim, value_dim, num_heads))
 
 
 @registered("S3", "heads with output projection, 512 wide")
@@ -246,8 +244,7 @@ def general_multi_head_attention(
 
 @registered("S7", "softmax(XXᵀ)X, scaled or not")
 def parameter_free_attention(scaled: bool = False, dim: int = 64) -> Example:
-    x = torch.randn(BATCH, TOKENS, dim)
-    return Example(ParameterFreeAttention(scaled), (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(torch.randn(BATCH, TOKENS, dim), ParameterFreeAttention(scaled))
 
 
 @registered("S8", "an image of any size as 4×4 patches, 192 wide")
@@ -408,8 +405,7 @@ def require_sizes(**sizes: tuple[int, int]) -> None:
 
 @registered("S13", "slip: 1/√d_k after the softmax")
 def post_softmax_scale(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
-    x = torch.randn(BATCH, TOKENS, input_dim)
-    return Example(PostSoftmaxScale(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(torch.randn(BATCH, TOKENS, input_dim), PostSoftmaxScale(input_dim, key_dim, value_dim))
 
 
 @registered("S13", "slip: heads by reshape alone, mixes tokens")
@@ -417,7 +413,11 @@ def reshape_without_transpose(
     input_dim: int = 128, key_dim: int = 128, value_dim: int = 128, num_heads: int = 4
 ) -> Example:
     x = torch.randn(BATCH, TOKENS, input_dim)
-    module = ReshapeWithoutTranspose(input_dim, key_dim, value_dim, num_heads)
+    return on_rows(x, ReshapeWithoutTranspose(input_dim, key_dim, value_dim, num_heads))
+
+
+def on_rows(x: Tensor, module: nn.Module) -> Example:
+    """Return a module of one input, x (batch, tokens, features), of any number of samples and tokens."""
     return Example(module, (x,), {"x": {0: batch, 1: tokens}})
 
 
