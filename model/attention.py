@@ -154,8 +154,8 @@ class SelfAttention(nn.Module):
         return attention(query, key, value, scale=self.scale, attn_mask=attn_mask)  # (..., n, d_v)
 
 
-class MultiHeadSelfAttention(nn.Module):
-    """S2, heads without an output projection: ``Concat_i softmax(Q_i K_iᵀ / √(d_k / h)) V_i``.
+class MultiHeadSelfAttention(SelfAttention):
+    """S2, S1 in heads, without an output projection: ``Concat_i softmax(Q_i K_iᵀ / √(d_k / h)) V_i``.
 
     ``Q_i``, ``K_i``, ``V_i`` are the i-th of h equal parts of the columns of ``X Wq``, ``X Wk``, ``X Wv``.
     Shapes: x (n, d_in) or (B, n, d_in); masks as in :func:`merge_masks`; result (n, d_v) or (B, n, d_v).
@@ -166,15 +166,11 @@ class MultiHeadSelfAttention(nn.Module):
     """
 
     def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
-        super().__init__()
-        require_positive(input_dim=input_dim)
-        self.input_dim = input_dim
-        self.num_heads = num_heads
-        self.scale = 1 / math.sqrt(split_width("key_dim", key_dim, num_heads))
+        head_dim = split_width("key_dim", key_dim, num_heads)
         split_width("value_dim", value_dim, num_heads)
-        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+        super().__init__(input_dim, key_dim, value_dim, bias)
+        self.num_heads = num_heads
+        self.scale = 1 / math.sqrt(head_dim)
 
     def forward(
         self,
