@@ -109,8 +109,8 @@ class EncoderLayer(nn.Module):
     Post-norm (norm_first False): ``x = norm1(x + attention(x))``, ``x = norm2(x + feed_forward(x))``.
     Pre-norm (norm_first True): ``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``.
 
-    Shapes: x (B, n, embed_dim) or (n, embed_dim); masks as in :func:`attnforge.model.attention.merge_masks`; result
-    like x. ``feedforward_dim`` defaults to 4 · embed_dim. Raises as :class:`MultiHeadAttention` and
+    Shapes: x (B, n, embed_dim) or (n, embed_dim); attn_mask as in :func:`attnforge.model.attention.merge_masks`;
+    result like x. ``feedforward_dim`` defaults to 4 · embed_dim. Raises as :class:`MultiHeadAttention` and
     :class:`FeedForward` do.
     """
 
@@ -131,19 +131,13 @@ class EncoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(embed_dim, bias=bias)
         self.norm2 = nn.LayerNorm(embed_dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if self.norm_first:
             y = self.norm1(x)
-            x = x + self.attention(y, y, y, attn_mask, key_padding_mask, is_causal)
+            x = x + self.attention(y, y, y, attn_mask)
             x = x + self.feed_forward(self.norm2(x))
         else:
-            x = self.norm1(x + self.attention(x, x, x, attn_mask, key_padding_mask, is_causal))
+            x = self.norm1(x + self.attention(x, x, x, attn_mask))
             x = self.norm2(x + self.feed_forward(x))
         return x
 
@@ -168,10 +162,8 @@ class TransformerEncoder(nn.Module):
         num_layers: int,
         embed_dim: int,
         num_heads: int,
-        feedforward_dim: int | None = None,
         activation: str = "relu",
         norm_first: bool = False,
-        bias: bool = True,
         *,
         vocab_size: int | None = None,
         max_length: int | None = None,
@@ -185,9 +177,9 @@ class TransformerEncoder(nn.Module):
         self.embedding = None if vocab_size is None else nn.Embedding(vocab_size, embed_dim)
         self.positions = named_positions(positions, embed_dim, max_length)
         self.layers = nn.ModuleList(
-            EncoderLayer(embed_dim, num_heads, feedforward_dim, activation, norm_first, bias) for _ in range(num_layers)
+            EncoderLayer(embed_dim, num_heads, activation=activation, norm_first=norm_first) for _ in range(num_layers)
         )
-        self.norm: nn.Module | None = nn.LayerNorm(embed_dim, bias=bias) if final_norm else None
+        self.norm: nn.Module | None = nn.LayerNorm(embed_dim) if final_norm else None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         if self.max_length is not None:

@@ -109,7 +109,7 @@ def test_s12_tokens_are_embedded_given_positions_and_truncated() -> None:
     state = encoder.state_dict()
     x = state["embedding.weight"][tokens[:, :6]] + state["positions.table"]
     for layer in encoder.layers:
-        x = layer(x, key_padding_mask=padding[:, :6])
+        x = layer(x, attn_mask=~padding[:, None, None, :6])
     assert x.shape == (2, 6, 16)
     agree(encoder(tokens, padding), x)
     agree(encoder(tokens[:, :6], padding[:, :6]), x)
