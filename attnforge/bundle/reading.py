@@ -332,15 +332,13 @@ UNLISTED = (MANIFEST, SIGNATURE)
 """Files of a bundle that are never listed in its manifest."""
 
 
-def open_bundle(
-    bundle: str | os.PathLike[str] | Bundle, *, check_plans: bool = True, lazily: bool = False, trusted: Trusted = None
-) -> Bundle:
+def open_bundle(bundle: str | os.PathLike[str] | Bundle, *, lazily: bool = False, trusted: Trusted = None) -> Bundle:
     """Open a bundle by its folder. An open bundle is returned as it is, unless keys are given; then it is opened again.
     Arguments and errors are those of :class:`Bundle`."""
     if isinstance(bundle, Bundle) and trusted is None:
         return bundle
     path = bundle.path if isinstance(bundle, Bundle) else bundle
-    return Bundle(path, check_plans=check_plans, lazily=lazily, trusted=trusted)
+    return Bundle(path, lazily=lazily, trusted=trusted)
 
 
 @contextmanager
