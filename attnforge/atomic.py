@@ -110,11 +110,10 @@ def locked(path: Path, wait: bool = True) -> Iterator[int | None]:
 
 def _is(path: Path, number: int) -> bool:
     """Whether a path still refers to the open file."""
-    try:
+    with suppress(OSError):
         current, opened = os.lstat(path), os.fstat(number)
-    except OSError:
-        return False
-    return (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino) and not stat.S_ISLNK(current.st_mode)
+        return os.path.samestat(current, opened) and not stat.S_ISLNK(current.st_mode)
+    return False
 
 
 # --- atomic writing ----------------------------------------------------------------------------------------------

@@ -33,11 +33,10 @@ def reset_peak() -> bool:
     Returns:
         whether the kernel allowed it: Linux does, by `/proc/self/clear_refs`, except in some containers.
     """
-    try:
+    with suppress(OSError):
         _CLEAR.write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def give_back() -> None:

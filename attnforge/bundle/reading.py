@@ -14,7 +14,7 @@ import mmap
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -304,10 +304,9 @@ class Bundle:
             raise BundleError(f"{file} cannot be read: {first_line(error)}") from error
 
     def _identity(self, name: str) -> Identity | None:
-        try:
+        with suppress(OSError):
             return identity(os.lstat(self._root / name))
-        except OSError:
-            return None
+        return None
 
     def _altered(self, name: str) -> BundleError:
         if self._was_replaced():
@@ -318,11 +317,10 @@ class Bundle:
 
     def _was_replaced(self) -> bool:
         """Whether the folder was moved or its manifest was replaced."""
-        try:
+        with suppress(BundleError):
             is_other = hashlib.sha256(manifest_data(self.path)).digest() != self._sum
             return is_other or self._identity(".") != self._folder
-        except BundleError:
-            return False
+        return False
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self.path} was replaced while it was read; read it again when it no longer changes")
