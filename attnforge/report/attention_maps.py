@@ -253,7 +253,8 @@ def _written_sites(model: ir.Model, names: list[str]) -> dict[str, WrittenSite]:
         users = [use.node for use in result.uses()]
         if [user.op_type for user in users] == ["Cast"]:  # back from the type that the softmax is computed in
             result = users[0].outputs[0]
-        inputs = [value for score in reversed(scores) for value in _producer(score).inputs if value is not None]
+        producers = [node for score in reversed(scores) if (node := score.producer()) is not None]
+        inputs = [value for node in producers for value in node.inputs if value is not None]
         operands = [v for v in inputs if v not in scores and ir.convenience.get_const_tensor(v) is None]
         sites[name] = str(scores[0].name), str(result.name), [str(v.name) for v in dict.fromkeys(operands)]
     outputs = [output for scores, result, _ in sites.values() for output in (scores, result)]
@@ -270,12 +271,6 @@ def _forget_shapes(model: ir.Model) -> None:
     for value in values_of(model).values():
         if not value.is_initializer():
             value.shape = None
-
-
-def _producer(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
 
 
 # --- the deployed graph -----------------------------------------------------------------------------------------------
