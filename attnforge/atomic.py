@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -25,57 +25,32 @@ from attnforge.errors import BundleError, UsageError, first_line, shortened
 # --- temporary files and folders --------------------------------------------------------------------------------------
 
 
-class Scratch:
-    """An empty folder, created and locked by this process until it is released; removed at the end of a `with` block.
+@contextmanager
+def scratch(parent: Path, prefix: str, suffix: str) -> Iterator[Path]:
+    """An empty folder, locked by this process. At the end of the block, whatever is at its path then is removed.
 
     Args:
         parent: folder to create it in.
         prefix: prefix of its name.
         suffix: suffix of its name. Stale folders with the same prefix and suffix are removed.
-
-    Attributes:
-        path: the folder.
     """
-
-    def __init__(self, parent: Path, prefix: str, suffix: str) -> None:
-        sweep(parent, prefix, suffix)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
-            self._lock = _lock(self.path, wait=True)
+    sweep(parent, prefix, suffix)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
+        with locked(path) as lock:
             # Another process's sweep may have removed the folder before it was opened or locked.
-            if self.path.exists() if self._lock is None else _is(self.path, self._lock):
-                break
-            self.release()
-
-    def release(self) -> None:
-        """Release the lock; the folder stays where it is."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def remove(self) -> None:
-        """Remove whatever is at the folder's path now, and release the lock."""
-        remove(self.path)
-        self.release()
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+            if path.exists() if lock is None else _is(path, lock):
+                try:
+                    yield path
+                finally:
+                    remove(path)
+                return
 
 
-def temporary_folder(prefix: str = "attnforge-") -> Scratch:
-    """Return a folder in the system's temporary directory, removed at the end of its `with` block, or by a later
-    process if this one is killed.
-
-    Args:
-        prefix: prefix of its name.
-    """
-    return Scratch(Path(tempfile.gettempdir()), prefix, SUFFIX)
-
-
-SUFFIX = ".scratch"
+def temporary_folder() -> AbstractContextManager[Path]:
+    """Return a context with a folder in the system's temporary directory, removed at the end of its block, or by a
+    later process if this one is killed."""
+    return scratch(Path(tempfile.gettempdir()), "attnforge-", ".scratch")
 
 
 def sweep(parent: Path, prefix: str, suffix: str) -> None:
@@ -91,12 +66,10 @@ def sweep(parent: Path, prefix: str, suffix: str) -> None:
         for name in names:
             path = parent / name
             with suppress(OSError):
-                if os.lstat(path).st_uid == os.getuid() and (lock := _lock(path, wait=False)) is not None:
-                    try:
-                        if _is(path, lock):
+                if os.lstat(path).st_uid == os.getuid():
+                    with locked(path, wait=False) as lock:
+                        if lock is not None and _is(path, lock):
                             remove(path)
-                    finally:
-                        os.close(lock)
 
 
 def remove(path: Path) -> None:
@@ -117,41 +90,30 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A block that only one process at a time enters for a folder, if the file system supports locks.
+def locked(path: Path, wait: bool = True) -> Iterator[int | None]:
+    """A block in which this process has the lock on a file or folder, whose number as an open file it receives; None if
+    it cannot be locked.
 
     Args:
-        folder: folder that the block changes.
+        path: the file or folder, not a link.
+        wait: whether to wait for another process that has the lock.
     """
-    lock = _lock(folder.resolve(), wait=True)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(path: Path, wait: bool) -> int | None:
-    """Lock a file or folder; return the open file's number, or None if it cannot be locked."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another process has the lock, or this file system has no locks
-        os.close(number)
-        return None
-    return number
+    with ExitStack() as stack:
+        number = None
+        with suppress(OSError):  # it cannot be opened, another process has the lock, or the file system has no locks
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            number = opened
+        yield number
 
 
 def _is(path: Path, number: int) -> bool:
     """Whether a path still refers to the open file."""
-    try:
+    with suppress(OSError):
         current, opened = os.lstat(path), os.fstat(number)
-    except OSError:
-        return False
-    return (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino) and not stat.S_ISLNK(current.st_mode)
+        return os.path.samestat(current, opened) and not stat.S_ISLNK(current.st_mode)
+    return False
 
 
 # --- atomic writing ----------------------------------------------------------------------------------------------
@@ -186,7 +148,7 @@ def written_whole(file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
             temporary file is left.
     """
     try:
-        with Scratch(file.parent, f".{file.name[:200]}.", _SUFFIX) as folder:
+        with scratch(file.parent, f".{file.name[:200]}.", _SUFFIX) as folder:
             temporary = folder / "file"
             with temporary.open("wb") as stream:
                 yield stream
@@ -282,22 +244,15 @@ def _renamed(old: Path, new: Path, how: int) -> bool:
 def give_modes(folder: Path) -> None:
     """Give a folder and its contents the permissions of new files and folders of this user; temporary folders, and
     some libraries' files, are private to the user."""
-    mask = _umask()
+    probe = folder / ".permissions"
+    probe.mkdir()
+    mode = probe.stat().st_mode & 0o777
+    probe.rmdir()
     for parent, _, files in os.walk(folder):
         for name in files:
             if not os.path.islink(file := os.path.join(parent, name)):
-                os.chmod(file, 0o666 & ~mask)
-        os.chmod(parent, 0o777 & ~mask)
-
-
-def _umask() -> int:
-    """Return the process's umask; on Linux it can be read without changing it."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+                os.chmod(file, mode & 0o666)
+        os.chmod(parent, mode)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -330,13 +285,13 @@ def new_folder(target: Path, put: Callable[[Path], object] | None = None, parent
         UsageError: it cannot be written, or something appeared there meanwhile.
         BundleError: the disk is full.
     """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Scratch(parent or target.parent, f".{target.name}.", ".partial")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
-    with temporary as folder:
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(scratch(parent or target.parent, f".{target.name}.", ".partial"))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise UsageError(f"{shortened(str(target))} cannot be written: {why}; choose another folder") from error
         try:
             yield folder
             give_modes(folder)

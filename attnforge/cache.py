@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from attnforge.atomic import Scratch, locked, write_whole
+from attnforge.atomic import locked, scratch, write_whole
 from attnforge.files import is_own, open_inside, open_regular, sha256
 
 log = logging.getLogger("attnforge")
@@ -77,7 +77,7 @@ def _key() -> bytes:
     file = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "attnforge/cache.key"
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(file.parent):  # another process may be creating it
+        with locked(file.parent.resolve()):  # another process may be creating it
             if not file.exists():
                 write_whole(file, secrets.token_bytes(LENGTH), mode=0o600)
     with open_regular(file) as stream:
@@ -255,7 +255,7 @@ class DeployCache:
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with Scratch(self._folder, ".", ".partial") as folder:
+            with scratch(self._folder, ".", ".partial") as folder:
                 for name, content in files.items():
                     if isinstance(content, bytes):
                         (folder / name).write_bytes(content)

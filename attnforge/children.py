@@ -30,7 +30,6 @@ from attnforge.progress import Progress, Silent
 from attnforge.records import Record
 
 R = TypeVar("R", bound=Record)
-A = TypeVar("A", bound=Record)
 
 
 class ChildError(Exception):
@@ -48,13 +47,13 @@ class ProgressStep(Record):
 def call(
     module: str,
     request: Record,
-    answer: type[A],
+    answer: type[R],
     progress: Progress | None = None,
     *,
     timeout: float = threading.TIMEOUT_MAX,
     variables: Mapping[str, str] | None = None,
     started: Callable[[subprocess.Popen[str]], None] = lambda process: None,
-) -> A:
+) -> R:
     """Run a module in a child process and return its answer.
 
     Args:
@@ -69,7 +68,7 @@ def call(
     Raises:
         ChildError: the child crashed, failed, was killed, or took too long.
     """
-    result: A | None = None
+    result: R | None = None
     lines: TypeAdapter[Any] = TypeAdapter(cast(Any, ProgressStep | answer))
     with temporary_folder() as folder, tempfile.TemporaryFile("w+", errors="replace") as errors:
         with subprocess.Popen(

@@ -8,7 +8,7 @@ backend.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -34,7 +34,7 @@ from attnforge.report import render
 from attnforge.report.render import markdown_table
 from attnforge.report.verify_page import write_page
 from attnforge.runtime.backends.registry import BACKENDS, fused_by
-from attnforge.runtime.parity.verify import BackendReport, Report
+from attnforge.runtime.parity.verify import Report
 from attnforge.runtime.race import medians
 
 console = Console(highlight=False)
@@ -85,8 +85,16 @@ class Demo:
     rows: list[Row]
 
     def show(self) -> None:
-        """Print the table, the verdict and where the pages are."""
-        _print(self.rows)
+        """Print a table with a section per model and precision, the verdict and where the pages are."""
+        table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+        for i, title in enumerate(TITLES):
+            table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True)
+        for (name, precision), section in groupby(self.rows, lambda row: (row.model, row.precision)):
+            table.add_row(f"\n[bold]{name}\nin {precision}[/]")
+            for row in section:
+                table.add_row(*astuple(row)[2:])
+        console.print(table)
+        console.print()
         for note in self.notes:
             console.print(note, style="dim", markup=False)
         verdict = "All bundles verified" if self.passed else "[red]A bundle FAILED its verification[/]"
@@ -117,7 +125,11 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
     for precision in ("fp32", "fp16"):
         for name in MODELS:
             progress(f"deploy and verify {name} in {precision}")
-            bundle = deploy(name, precision, out / f"{name}-{precision}", real_example(name))
+            module, _, dynamic_shapes = build_model(name, **MODELS[name])
+            bundle = attnforge.deploy(
+                module, (real_example(name),), out / f"{name}-{precision}", dynamic_shapes, precision, name=name,
+                force=True, source=Source(kind="registered", name=name, options=dict(MODELS[name])),
+            )  # fmt: skip
             report = attnforge.verify(bundle)
             pages.append(write_page(report, bundle, out / f"{name}-{precision}.html", force=True))
             passed = passed and report.passed
@@ -135,13 +147,6 @@ def real_example(name: str) -> Tensor:
     if name == "patch-attention-digits":
         return load_digits_split().test_images[:32]
     return photographs(SIDE, SIDE)[:1]
-
-
-def deploy(name: str, precision: str, folder: Path, example: Tensor) -> Bundle:
-    """Deploy a registered model for every target that this machine can build."""
-    module, _, dynamic_shapes = build_model(name, **MODELS[name])
-    source = Source(kind="registered", name=name, options=dict(MODELS[name]))
-    return attnforge.deploy(module, (example,), folder, dynamic_shapes, precision, name=name, force=True, source=source)
 
 
 def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
@@ -168,21 +173,13 @@ def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
     return rows
 
 
-def worst_of(backends: Mapping[str, BackendReport]) -> BackendReport | None:
-    """Return the report of the backend that failed or came closest to its budget; None if no backend ran."""
-    return max(
-        backends.values(),
-        key=lambda report: (not report.passed, report.error / report.budget if report.budget else 0.0),
-        default=None,
-    )
-
-
 def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
-    """Yield a row for eager, for every verified backend, and for every backend that has a plan but did not run."""
+    """Yield a row for eager, with its error in the case where a backend failed or came closest to its budget, for every
+    verified backend, and for every backend that has a plan but did not run."""
     manifest = bundle.manifest
     new_row = partial(Row, manifest.name, manifest.precision)
-    worst = worst_of(report.backends)
-    yield new_row("eager", error="" if worst is None else render.error(worst.eager_error))
+    errors = [(not b.passed, b.error / b.budget if b.budget else 0.0, b.eager_error) for b in report.backends.values()]
+    yield new_row("eager", error=render.error(max(errors)[-1]) if errors else "")
     for backend in BACKENDS:
         verified = report.backends.get(backend)
         engines = manifest.targets[backend].engines if backend in manifest.targets else []
@@ -240,19 +237,6 @@ def _draw(lengths: Array, file: Path) -> None:
     grid = lengths.reshape(side, side)
     scaled = (grid - grid.min()) / max(float(np.ptp(grid)), 1e-12)
     Image.fromarray((255 * scaled).astype(np.uint8)).resize((4 * side, 4 * side), Image.Resampling.NEAREST).save(file)
-
-
-def _print(rows: Sequence[Row]) -> None:
-    """Print one table with a section per model and precision."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    for i, title in enumerate(TITLES):
-        table.add_column(title, justify="right" if i else "left", vertical="bottom", no_wrap=True)
-    for (name, precision), section in groupby(rows, lambda row: (row.model, row.precision)):
-        table.add_row(f"\n[bold]{name}\nin {precision}[/]")
-        for row in section:
-            table.add_row(*astuple(row)[2:])
-    console.print(table)
-    console.print()
 
 
 def _write_report(file: Path, rows: Sequence[Row], notes: Sequence[str], passed: bool) -> None:

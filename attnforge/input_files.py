@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +41,7 @@ def read_inputs(
     by_name = {spec.name: spec for spec in specs}
     if len(texts) == 1 and texts[0].endswith(".npz"):
         file = _existing(texts[0])
-        with _read_from(file):
+        with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile and zlib raise many types of errors
             return _of_archive(file, by_name, ignored)
     names = list(by_name)
     named = [text.partition("=") for text in texts if text.partition("=")[0] in names and "=" in text]
@@ -61,7 +60,7 @@ def read_labels(file: Path) -> Array | None:
         InputError: the file is missing or damaged, or its labels are not numbers.
     """
     existing = _existing(str(file))
-    with _read_from(existing), zipfile.ZipFile(existing) as archive:
+    with raised_as(InputError, f"{existing} cannot be read"), zipfile.ZipFile(existing) as archive:
         if (member := f"{LABELS}.npy") not in archive.namelist():
             return None
         with archive.open(member) as stream:
@@ -84,20 +83,13 @@ def _existing(name: str) -> Path:
 
 
 def _read(spec: TensorSpec, file: Path, settings: bytes | None) -> Array:
-    with _read_from(file):
+    with raised_as(InputError, f"{file} cannot be read"):  # as may Pillow
         if file.suffix == ".npy":
             with file.open("rb") as stream:
                 return _array(spec, stream, file.stat().st_size, str(file))
         from attnforge.pictures import read_picture  # Pillow is not needed to read arrays
 
         return read_picture(file, spec, settings)
-
-
-@contextmanager
-def _read_from(file: Path) -> Iterator[None]:
-    """A block that reads a file; any library's error becomes an InputError."""
-    with raised_as(InputError, f"{file} cannot be read"):  # NumPy, zipfile, zlib and Pillow raise many types of errors
-        yield
 
 
 def _of_archive(file: Path, specs: Mapping[str, TensorSpec], ignored: Collection[str]) -> dict[str, Array]:

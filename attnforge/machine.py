@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from attnforge.memory import cgroups
+from attnforge.memory import cgroups, entries
 from attnforge.records import Record
 from attnforge.version import __version__
 
@@ -64,7 +64,7 @@ def this_machine(gpus: bool = True) -> Machine:
         gpus: whether to query CUDA devices, which initialises CUDA in this process; a process must not fork after
             that. If False, `gpus` is empty.
     """
-    about = _cpuinfo()
+    about = entries(Path("/proc/cpuinfo"))  # of the first processor
     flags = set((about.get("flags") or about.get("Features") or "").split())
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
@@ -113,15 +113,6 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 def tool_versions() -> dict[str, str]:
     """Return the versions of attnforge and of the installed :data:`TOOLS`."""
     return {"attnforge": __version__, **versions(TOOLS)}
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Return what Linux reports about the first processor, by key; empty on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-    except OSError:
-        return {}
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 @functools.cache

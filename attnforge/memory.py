@@ -17,14 +17,14 @@ def peak() -> int:
     The kernel reports it for the process alone (`VmHWM`). If a container hides that, `ru_maxrss` is returned, which
     never falls and which a process may inherit from its parent, so it is an upper bound.
     """
-    size = _kilobytes(_STATUS, "VmHWM:")
+    size = _kilobytes(_STATUS, "VmHWM")
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if size is None else size
 
 
 def resident() -> int | None:
     """Return the current resident memory of this process, in bytes; None if the system does not report it (Linux
     does)."""
-    return _kilobytes(_STATUS, "VmRSS:")
+    return _kilobytes(_STATUS, "VmRSS")
 
 
 def reset_peak() -> bool:
@@ -33,11 +33,10 @@ def reset_peak() -> bool:
     Returns:
         whether the kernel allowed it: Linux does, by `/proc/self/clear_refs`, except in some containers.
     """
-    try:
+    with suppress(OSError):
         _CLEAR.write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def give_back() -> None:
@@ -59,7 +58,7 @@ def available(root: Path = Path("/")) -> int | None:
     Args:
         root: root of the file system.
     """
-    left = [_kilobytes(root / "proc/meminfo", "MemAvailable:")]
+    left = [_kilobytes(root / "proc/meminfo", "MemAvailable")]
     for controller, (limit, used) in _GROUP_FILES.items():
         left += [_left(group, limit, used) for group in cgroups(controller, root)]
     return min((size for size in left if size is not None), default=None)
@@ -86,12 +85,18 @@ def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
     return []
 
 
+def entries(file: Path) -> dict[str, str]:
+    """Return the entries of a file in Linux's /proc, up to the first empty line; none on other systems."""
+    with suppress(OSError):
+        lines = file.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
 def _kilobytes(file: Path, key: str) -> int | None:
     """Return an entry in kB of a file in Linux's /proc, in bytes; None on other systems."""
-    with suppress(OSError, StopIteration):
-        lines = file.read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
-    return None
+    entry = entries(file).get(key)
+    return None if entry is None else 1024 * int(entry.split()[0])
 
 
 def _left(group: Path, limit: str, used: str) -> int | None:

@@ -32,6 +32,13 @@ or of the shorter edge."""
 _KIND = ("image_processor_type", "feature_extractor_type")
 _WITHOUT_EFFECT = {*_KIND, "processor_class", "do_convert_rgb", "input_data_format"}
 
+_NEEDED = {
+    "do_resize": ("size", "resample"),
+    "do_center_crop": ("crop_size",),
+    "do_normalize": ("image_mean", "image_std"),
+}
+"""The settings without which a step is not defined."""
+
 _Edge = Annotated[int, Field(ge=1, le=2**14)]
 _Edges = dict[Literal["height", "width", "shortest_edge"], _Edge] | _Edge
 _Number = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -82,9 +89,8 @@ class ImageProcessor(BaseModel, frozen=True, extra="allow", strict=True):
         more: dict[str, Any] = processor.model_extra or {}
         usual = {"default_to_square": processor._is_square(), "data_format": "channels_first"}
         others = [n for n, value in more.items() if value and n not in _WITHOUT_EFFECT and value != usual.get(n)]
-        pairs = (("size", "resample"), ("crop_size",), ("image_mean", "image_std"))
-        steps = zip((processor.do_resize, processor.do_center_crop, processor.do_normalize), pairs, strict=True)
-        missing = [name for does, names in steps if does for name in names if name not in processor.model_fields_set]
+        needed = [name for step, names in _NEEDED.items() if getattr(processor, step) for name in names]
+        missing = [name for name in needed if name not in processor.model_fields_set]
         if processor._is_square() is None or others or missing:
             why = f"has {', '.join(others)}" if others else f"does not say {', '.join(missing)}" if missing else ""
             raise InputError(f"{PROCESSOR} of {kind} {why or 'is of another processor'}; {advice}")
@@ -192,7 +198,7 @@ def image_to_input(spec: TensorSpec, image: Image.Image, settings: bytes | None 
         )
     if settings is not None:
         pixels = ImageProcessor.of(settings).pixels(image)
-        if any(map(_differs, spec.dims[1:], pixels.shape)):
+        if any(_fitting(dim, size) != size for dim, size in zip(spec.dims[1:], pixels.shape, strict=True)):
             raise InputError(f"{PROCESSOR} makes {list(pixels.shape)} of a picture; the model takes {spec.text()}")
         return pixels[None].astype(spec.dtype)
     height, width = (_fitting(dim, size) for dim, size in zip(spec.dims[2:], (image.height, image.width), strict=True))
@@ -204,10 +210,6 @@ def image_to_input(spec: TensorSpec, image: Image.Image, settings: bytes | None 
         pixels = np.repeat(np.clip(pixels, 0, 1), channels, axis=-1)
         pixels[..., 3:] = 1.0
     return np.ascontiguousarray(pixels.transpose(2, 0, 1)[None]).astype(spec.dtype)
-
-
-def _differs(dim: int | DimSpec, size: int) -> bool:
-    return dim != size if isinstance(dim, int) else _fitting(dim, size) != size
 
 
 def _fitting(dim: int | DimSpec, size: int) -> int:

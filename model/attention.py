@@ -154,8 +154,8 @@ class SelfAttention(nn.Module):
         return attention(query, key, value, scale=self.scale, attn_mask=attn_mask)  # (..., n, d_v)
 
 
-class MultiHeadSelfAttention(nn.Module):
-    """S2, heads without an output projection: ``Concat_i softmax(Q_i K_iᵀ / √(d_k / h)) V_i``.
+class MultiHeadSelfAttention(SelfAttention):
+    """S2, S1 in heads, without an output projection: ``Concat_i softmax(Q_i K_iᵀ / √(d_k / h)) V_i``.
 
     ``Q_i``, ``K_i``, ``V_i`` are the i-th of h equal parts of the columns of ``X Wq``, ``X Wk``, ``X Wv``.
     Shapes: x (n, d_in) or (B, n, d_in); masks as in :func:`merge_masks`; result (n, d_v) or (B, n, d_v).
@@ -166,15 +166,11 @@ class MultiHeadSelfAttention(nn.Module):
     """
 
     def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
-        super().__init__()
-        require_positive(input_dim=input_dim)
-        self.input_dim = input_dim
-        self.num_heads = num_heads
-        self.scale = 1 / math.sqrt(split_width("key_dim", key_dim, num_heads))
+        head_dim = split_width("key_dim", key_dim, num_heads)
         split_width("value_dim", value_dim, num_heads)
-        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+        super().__init__(input_dim, key_dim, value_dim, bias)
+        self.num_heads = num_heads
+        self.scale = 1 / math.sqrt(head_dim)
 
     def forward(
         self,
@@ -241,30 +237,6 @@ class MultiHeadAttention(nn.Module):
         context = attention(q, k, v, scale=1 / math.sqrt(self.head_dim), attn_mask=mask)
         output: Tensor = self.output_proj(merge_heads(context))  # (B, n_q, embed_dim)
         return output
-
-    @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
-        """Return the same function as ``module`` without its dropout, batch first, with a copy of its weights.
-
-        Raises UsageError for ``add_bias_kv`` and ``add_zero_attn``, which add further keys.
-        """
-        if module.bias_k is not None or module.add_zero_attn:
-            raise UsageError("MultiheadAttention with add_bias_kv or add_zero_attn; only one without both is allowed")
-        bias = module.in_proj_bias is not None
-        copy = cls(module.embed_dim, module.num_heads, bias, module.kdim, module.vdim).to(module.out_proj.weight)
-        if module.kdim == module.vdim == module.embed_dim:
-            weights = module.in_proj_weight.chunk(3)
-        else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        projections = (copy.query_proj, copy.key_proj, copy.value_proj)
-        with torch.no_grad():
-            for projection, weight in zip(projections, weights, strict=True):
-                projection.weight.copy_(weight)
-            if module.in_proj_bias is not None:
-                for projection, part in zip(projections, module.in_proj_bias.chunk(3), strict=True):
-                    projection.bias.copy_(part)
-            copy.output_proj.load_state_dict(module.out_proj.state_dict())
-        return copy.train(module.training)
 
 
 class CrossAttention(nn.Module):

@@ -6,6 +6,7 @@ All of them come with scikit-learn (`pip install 'attnforge[data]'`); without it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ def real_data(name: str, args: Sequence[Tensor]) -> Real:
         args: its example inputs. Photographs get the size of the example's image; digits as characters come in four
             batches of the example's size.
     """
-    try:
+    with suppress(UnavailableError):
         if name == "patch-attention-digits":
             split = load_digits_split()
             return Real(((split.test_images,),), (split.test_labels,))
@@ -43,8 +44,6 @@ def real_data(name: str, args: Sequence[Tensor]) -> Real:
         if name in ("patch-attention", "vit"):
             height, width = args[0].shape[-2:]
             return Real(tuple((photograph[None],) for photograph in photographs(height, width)))
-    except UnavailableError:
-        pass
     return Real()
 
 

@@ -49,8 +49,6 @@ class DecoderSizes:
         window: a token sees the last ``window`` tokens, including itself; None means all earlier ones.
         soft_cap: scores s become soft_cap · tanh(s / soft_cap); None leaves them unchanged.
         tied: whether the head uses the embedding's matrix.
-        rotary_base: base of the rotary positions' angles.
-        norm_eps: added to the mean square or the variance.
 
     Raises ShapeError for a size below 1 and for numbers of heads that do not divide, UnknownNameError for an unknown
     part.
@@ -73,8 +71,6 @@ class DecoderSizes:
     window: int | None = None
     soft_cap: float | None = None
     tied: bool = False
-    rotary_base: float = 10000.0
-    norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
         check_known("positions", self.positions, DECODER_POSITIONS)
@@ -128,7 +124,7 @@ class KeyValueCache:
 
 
 class RotaryPositions(nn.Module):
-    """Cosine and sine of the angles by which queries and keys are rotated: ``θ[p, i] = p · base^(-2i/d)``.
+    """Cosine and sine of the angles by which queries and keys are rotated: ``θ[p, i] = p / 10000^(2i/d)``.
 
     Shapes: positions (batch or 1, n) int64 below max_tokens; result two tensors (batch or 1, 1, n, head_dim), whose
     second half repeats the first. The tables are buffers: they follow ``.to`` and are not in the state dict.
@@ -140,9 +136,9 @@ class RotaryPositions(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_tokens: int, base: float = 10000.0) -> None:
+    def __init__(self, head_dim: int, max_tokens: int) -> None:
         super().__init__()
-        rate = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        rate = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angle = (torch.arange(max_tokens, dtype=torch.float64)[:, None] * rate).repeat(1, 2)  # (max_tokens, head_dim)
         self.register_buffer("cos", angle.cos().to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("sin", angle.sin().to(torch.get_default_dtype()), persistent=False)
@@ -271,8 +267,8 @@ def named_norm(sizes: DecoderSizes) -> nn.RMSNorm | nn.LayerNorm:
     """RMSNorm ``x / √(mean(x²) + ε) ⊙ g`` (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, equation 4), or
     LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450)."""
     if sizes.norm == "rms":
-        return nn.RMSNorm(sizes.embed_dim, eps=sizes.norm_eps)
-    return nn.LayerNorm(sizes.embed_dim, eps=sizes.norm_eps, bias=sizes.bias)
+        return nn.RMSNorm(sizes.embed_dim, eps=1e-5)
+    return nn.LayerNorm(sizes.embed_dim, bias=sizes.bias)
 
 
 class Decoder(nn.Module):
@@ -290,7 +286,7 @@ class Decoder(nn.Module):
         self.rotary: RotaryPositions | None = None
         self.position_embedding: nn.Embedding | None = None
         if sizes.positions == "rotary":
-            self.rotary = RotaryPositions(sizes.head_dim, sizes.max_tokens, sizes.rotary_base)
+            self.rotary = RotaryPositions(sizes.head_dim, sizes.max_tokens)
         else:
             self.position_embedding = nn.Embedding(sizes.max_tokens, sizes.embed_dim)
         self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(sizes.num_layers))
@@ -364,53 +360,12 @@ class Decoder(nn.Module):
             )
         return self.logits(input_ids, past[:, None] + torch.arange(tokens, device=past.device), cache)
 
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        *,
-        lengths: Tensor | None = None,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Generate the next ``max_new_tokens`` tokens of every row, one at a time, greedily or by sampling.
-
-        Shapes: input_ids (batch, n) int64 with n at least 1; lengths (batch,) int64, if rows are shorter than n (the
-        padding is ignored); result (batch, max_new_tokens) int64. ``temperature`` 0 is greedy; otherwise the next token
-        is drawn from softmax(logits / temperature) with ``generator``.
-
-        Raises as :meth:`step` does, and UsageError for a negative temperature and for lengths outside 1 ... n.
-        """
-        batch, tokens = self.require_ids(input_ids)
-        require_positive(batch=batch, tokens=tokens, max_new_tokens=max_new_tokens)
-        if tokens + max_new_tokens - 1 > self.sizes.max_tokens:  # the last new token is not read again
-            raise ShapeError(
-                f"{max_new_tokens} new tokens after {tokens}; the decoder has {self.sizes.max_tokens} positions, "
-                "so give or ask for fewer"
-            )
-        if temperature < 0:
-            raise UsageError(f"temperature is {temperature}; give 0 for the most likely token, or more")
-        past = torch.full((batch,), tokens, device=input_ids.device) if lengths is None else lengths
-        if past.shape != (batch,) or past.dtype != torch.int64 or int(past.min()) < 1 or int(past.max()) > tokens:
-            raise UsageError(f"lengths are {past.tolist()}; give {batch}, one per row, from 1 to {tokens}")
-        cache = self.empty_cache(batch, tokens + max_new_tokens - 1)
-        logits = self.step(input_ids, torch.zeros_like(past), cache)
-        last = logits[torch.arange(batch, device=past.device), past - 1]  # (batch, vocab_size)
-        written = [choose(last, temperature, generator)]
-        while len(written) < max_new_tokens:
-            last = self.step(written[-1][:, None], past, cache)[:, -1]
-            written.append(choose(last, temperature, generator))
-            past = past + 1
-        return torch.stack(written, dim=1)
-
-    def require_ids(self, input_ids: Tensor) -> torch.Size:
-        """Check the ids and return their shape (batch, tokens); raises as the class does."""
+    def require_ids(self, input_ids: Tensor) -> None:
+        """Check the ids; raises as the class does."""
         if input_ids.ndim != 2:
             raise ShapeError(f"input_ids are {tuple(input_ids.shape)}; give (batch, tokens)")
         if input_ids.dtype != torch.int64:
             raise UsageError(f"input_ids are {input_ids.dtype}; give torch.int64")
-        return input_ids.shape
 
     def require_cache(self, cache: KeyValueCache, batch: int) -> None:
         """Raise ShapeError unless ``cache`` fits this decoder and ``batch`` rows."""
@@ -424,11 +379,3 @@ class Decoder(nn.Module):
                 raise ShapeError(
                     f"the cache is {tuple(tensor.shape)} per layer; give ({batch}, {heads}, cache_tokens, {head_dim})"
                 )
-
-
-def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """Choose the next token (batch,) int64 from logits (batch, vocab_size): greedy at temperature 0, else sampled."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    probabilities = (logits / temperature).softmax(-1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)

@@ -125,19 +125,19 @@ def build_model(name: str, *, weights: str | PathLike[str] | None = None, **opti
 
 
 def read_options(make: Callable[..., Example], options: dict[str, Any]) -> dict[str, Any]:
-    """Convert ``options`` to the types that ``make`` is annotated with: str, int, float or bool."""
-    known = inspect.signature(make, eval_str=True).parameters
-    for name in options:
+    """Convert ``options`` to the types that ``make`` is annotated with: str, int, float or bool.
+
+    Raises UnknownNameError for an unknown option, UsageError for a value of another type.
+    """
+    known, read = inspect.signature(make, eval_str=True).parameters, {}
+    for name, value in options.items():
         check_known("option", name, known)
-    return {name: read_option(name, value, known[name].annotation) for name, value in options.items()}
-
-
-def read_option(name: str, value: Any, kind: type) -> Any:
-    """Convert ``value`` to a ``kind``; raise UsageError if that is not possible."""
-    try:
-        return TypeAdapter(kind).validate_python(value, strict=not isinstance(value, str))
-    except ValidationError as error:
-        raise UsageError(f"option {name} is {value!r}; give a {kind.__name__}") from error
+        kind = known[name].annotation
+        try:
+            read[name] = TypeAdapter(kind).validate_python(value, strict=not isinstance(value, str))
+        except ValidationError as error:
+            raise UsageError(f"option {name} is {value!r}; give a {kind.__name__}") from error
+    return read
 
 
 def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
@@ -165,8 +165,7 @@ def load_weights(module: nn.Module, path: str | PathLike[str]) -> None:
 
 @registered("S1", "one head, softmax(QKᵀ/√d_k)V")
 def self_attention(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
-    x = torch.randn(BATCH, TOKENS, input_dim)
-    return Example(SelfAttention(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(torch.randn(BATCH, TOKENS, input_dim), SelfAttention(input_dim, key_dim, value_dim))
 
 
 @registered("S2", "heads without output projection, d_v ≠ d_k")
@@ -174,8 +173,7 @@ def multi_head_self_attention(
     input_dim: int = 256, key_dim: int = 256, value_dim: int = 128, num_heads: int = 4
 ) -> Example:
     x = torch.randn(BATCH, TOKENS, input_dim)
-    module = MultiHeadSelfAttention(input_dim, key_dim, value_dim, num_heads)
-    return Example(module, (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(x, MultiHeadSelfAttention(input_dim, key_dim, value_dim, num_heads))
 
 
 @registered("S3", "heads with output projection, 512 wide")
@@ -238,15 +236,7 @@ def general_multi_head_attention(
     features = torch.randn(BATCH, feature_dim, MEMORY_TOKENS)
     query_features = torch.randn(BATCH, query_input_dim, TOKENS)
     module = GeneralMultiHeadAttention(
-        feature_dim,
-        key_dim,
-        value_dim,
-        num_heads,
-        output_dim,
-        query_dim,
-        score,
-        align,
-        query_input_dim=query_input_dim,
+        feature_dim, key_dim, value_dim, num_heads, output_dim, query_dim, score, align, query_input_dim=query_input_dim
     )
     shapes: DynamicShapes = {"features": {0: batch, 2: keys}, "query_features": {0: batch, 2: queries}}
     return Example(module, (features, query_features), shapes)
@@ -254,8 +244,7 @@ def general_multi_head_attention(
 
 @registered("S7", "softmax(XXᵀ)X, scaled or not")
 def parameter_free_attention(scaled: bool = False, dim: int = 64) -> Example:
-    x = torch.randn(BATCH, TOKENS, dim)
-    return Example(ParameterFreeAttention(scaled), (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(torch.randn(BATCH, TOKENS, dim), ParameterFreeAttention(scaled))
 
 
 @registered("S8", "an image of any size as 4×4 patches, 192 wide")
@@ -299,7 +288,6 @@ def transformer_encoder(
     batch_size: int = BATCH,
     max_batch: int = 8,
 ) -> Example:
-    require_sizes(num_tokens=(num_tokens, MAX_TOKENS), batch_size=(batch_size, max_batch))
     module = TransformerEncoder(
         num_layers,
         embed_dim,
@@ -312,8 +300,7 @@ def transformer_encoder(
         final_norm=norm_first,
         is_causal=is_causal,
     )
-    ids = torch.randint(0, vocab_size, (batch_size, num_tokens))
-    dims = {1: tokens} | batch_axis(max_batch)
+    ids, dims = token_ids(vocab_size, num_tokens, MAX_TOKENS, batch_size, max_batch)
     shapes: DynamicShapes = {"tokens": dims, "key_padding_mask": dims}
     return Example(module, (ids, padding(num_tokens, batch_size)), shapes)
 
@@ -337,7 +324,6 @@ def decoder(
     batch_size: int = BATCH,
     max_batch: int = 8,
 ) -> Example:
-    require_sizes(num_tokens=(num_tokens, max_tokens), batch_size=(batch_size, max_batch))
     sizes = DecoderSizes(
         vocab_size,
         embed_dim,
@@ -353,8 +339,7 @@ def decoder(
         soft_cap=soft_cap or None,
         tied=tied,
     )
-    ids = torch.randint(0, vocab_size, (batch_size, num_tokens))
-    dims = {1: Dim("tokens", min=1, max=max_tokens)} | batch_axis(max_batch)
+    ids, dims = token_ids(vocab_size, num_tokens, max_tokens, batch_size, max_batch)
     return Example(Decoder(sizes), (ids,), {"input_ids": dims})
 
 
@@ -376,9 +361,8 @@ DECODER_DIGITS = DecoderSizes(
     stop=(DECODER_DIGITS.vocab_size - 1,),
 )
 def decoder_digits(num_tokens: int = TOKENS, batch_size: int = BATCH, max_batch: int = 8) -> Example:
-    require_sizes(num_tokens=(num_tokens, MAX_TOKENS), batch_size=(batch_size, max_batch))
-    ids = torch.randint(0, DECODER_DIGITS.vocab_size, (batch_size, num_tokens))
-    return Example(Decoder(DECODER_DIGITS), (ids,), {"input_ids": {1: tokens} | batch_axis(max_batch)})
+    ids, dims = token_ids(DECODER_DIGITS.vocab_size, num_tokens, MAX_TOKENS, batch_size, max_batch)
+    return Example(Decoder(DECODER_DIGITS), (ids,), {"input_ids": dims})
 
 
 @registered("S12", "a Vision Transformer of 32×32 images, two layers")
@@ -398,6 +382,15 @@ def vit(
     return Example(module, (torch.randn(batch_size, 3, image_size, image_size),), {"image": dims})
 
 
+def token_ids(
+    vocab_size: int, num_tokens: int, max_tokens: int, batch_size: int, max_batch: int
+) -> tuple[Tensor, dict[int, Dim]]:
+    """Return token ids (batch_size, num_tokens) and their dynamic axes; raise ShapeError for sizes above the maxima."""
+    require_sizes(num_tokens=(num_tokens, max_tokens), batch_size=(batch_size, max_batch))
+    dims = {1: Dim("tokens", min=1, max=max_tokens)} | batch_axis(max_batch)
+    return torch.randint(0, vocab_size, (batch_size, num_tokens)), dims
+
+
 def batch_axis(max_batch: int) -> dict[int, Dim]:
     """Return axis 0 as a batch of 1 to ``max_batch`` samples, or no dynamic axis if that is 1."""
     return {0: Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {}
@@ -412,8 +405,7 @@ def require_sizes(**sizes: tuple[int, int]) -> None:
 
 @registered("S13", "slip: 1/√d_k after the softmax")
 def post_softmax_scale(input_dim: int = 64, key_dim: int = 64, value_dim: int = 64) -> Example:
-    x = torch.randn(BATCH, TOKENS, input_dim)
-    return Example(PostSoftmaxScale(input_dim, key_dim, value_dim), (x,), {"x": {0: batch, 1: tokens}})
+    return on_rows(torch.randn(BATCH, TOKENS, input_dim), PostSoftmaxScale(input_dim, key_dim, value_dim))
 
 
 @registered("S13", "slip: heads by reshape alone, mixes tokens")
@@ -421,7 +413,11 @@ def reshape_without_transpose(
     input_dim: int = 128, key_dim: int = 128, value_dim: int = 128, num_heads: int = 4
 ) -> Example:
     x = torch.randn(BATCH, TOKENS, input_dim)
-    module = ReshapeWithoutTranspose(input_dim, key_dim, value_dim, num_heads)
+    return on_rows(x, ReshapeWithoutTranspose(input_dim, key_dim, value_dim, num_heads))
+
+
+def on_rows(x: Tensor, module: nn.Module) -> Example:
+    """Return a module of one input, x (batch, tokens, features), of any number of samples and tokens."""
     return Example(module, (x,), {"x": {0: batch, 1: tokens}})
 
 

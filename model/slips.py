@@ -1,20 +1,20 @@
 """S13, two mistakes found in published code, reproduced on purpose.
 
 Both run and train, and only their results are wrong. They test that a deployment reproduces the function it is given,
-and not the one that was intended. For the correct function use :class:`attnforge.model.MultiHeadSelfAttention`.
+and not the one that was intended, which they inherit from.
 """
 
 from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnforge.errors import ShapeError
-from attnforge.model.attention import merge_heads, require_width, split_heads, split_width
+from attnforge.model.attention import MultiHeadSelfAttention, merge_heads, require_width, split_heads
 
 
-class PostSoftmaxScale(nn.Module):
+class PostSoftmaxScale(MultiHeadSelfAttention):
     """S13a, the scale on the wrong side of the softmax: ``(softmax(Q Kᵀ) / √d_k) V``.
 
     The correct function is ``softmax(Q Kᵀ / √d_k) V``. Here the rows of weights sum to 1 / √d_k, not to 1, and the
@@ -26,34 +26,23 @@ class PostSoftmaxScale(nn.Module):
     """
 
     def __init__(
-        self,
-        input_dim: int,
-        key_dim: int,
-        value_dim: int | None = None,
-        num_heads: int | None = None,
-        bias: bool = False,
+        self, input_dim: int, key_dim: int, value_dim: int | None = None, num_heads: int | None = None
     ) -> None:
-        super().__init__()
         value_dim = key_dim if value_dim is None else value_dim
-        self.input_dim = input_dim
-        self.num_heads = num_heads
-        self.head_dim = split_width("key_dim", key_dim, 1 if num_heads is None else num_heads)
-        split_width("value_dim", value_dim, 1 if num_heads is None else num_heads)
-        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
+        super().__init__(input_dim, key_dim, value_dim, 1 if num_heads is None else num_heads)
+        self.has_heads = num_heads is not None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # without masks
         require_width("x", x, self.input_dim)
         query, key, value = self.query_proj(x), self.key_proj(x), self.value_proj(x)  # (..., n, d)
-        if self.num_heads is not None:
+        if self.has_heads:
             query, key, value = (split_heads(part, self.num_heads) for part in (query, key, value))
-        weights = (query @ key.transpose(-2, -1)).softmax(-1) / math.sqrt(self.head_dim)  # rows sum to 1 / √d_k
+        weights = (query @ key.transpose(-2, -1)).softmax(-1) / math.sqrt(key.shape[-1])  # rows sum to 1 / √d_k
         context: Tensor = weights @ value
-        return context if self.num_heads is None else merge_heads(context)  # (..., n, d_v)
+        return merge_heads(context) if self.has_heads else context  # (..., n, d_v)
 
 
-class ReshapeWithoutTranspose(nn.Module):
+class ReshapeWithoutTranspose(MultiHeadSelfAttention):
     """S13b, heads made by ``reshape(-1, B, n, d / h)`` instead of a reshape and a transpose.
 
     The reshape concatenates the h parts of every token and cuts the result into sequences of n parts, h of them per
@@ -65,24 +54,16 @@ class ReshapeWithoutTranspose(nn.Module):
     has no batch axis, or x is not d_in wide.
     """
 
-    def __init__(self, input_dim: int, key_dim: int, value_dim: int, num_heads: int, bias: bool = False) -> None:
-        super().__init__()
-        self.input_dim = input_dim
-        self.key_head_dim = split_width("key_dim", key_dim, num_heads)
-        self.value_head_dim = split_width("value_dim", value_dim, num_heads)
-        self.query_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.key_proj = nn.Linear(input_dim, key_dim, bias=bias)
-        self.value_proj = nn.Linear(input_dim, value_dim, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # without masks
         require_width("x", x, self.input_dim)
         if x.ndim != 3:
             raise ShapeError(f"x is {tuple(x.shape)}; give (B, n, d_in), with a batch of 1 for one sequence")
         batch, tokens, _ = x.shape
         # Flatten first: torch.export cannot decide for all sizes whether the reshape alone is a view.
-        query = self.query_proj(x).flatten().reshape(-1, batch, tokens, self.key_head_dim)  # (h, B, n, d_k / h), mixed
-        key = self.key_proj(x).flatten().reshape(-1, batch, tokens, self.key_head_dim)
-        value = self.value_proj(x).flatten().reshape(-1, batch, tokens, self.value_head_dim)
-        scores = query @ key.transpose(-2, -1) / math.sqrt(self.key_head_dim)
+        query, key, value = (
+            part.flatten().reshape(-1, batch, tokens, part.shape[-1] // self.num_heads)  # (h, B, n, d / h), mixed
+            for part in (self.query_proj(x), self.key_proj(x), self.value_proj(x))
+        )
+        scores = query @ key.transpose(-2, -1) / math.sqrt(key.shape[-1])
         context: Tensor = scores.softmax(-1) @ value
         return context.flatten().reshape(batch, tokens, -1)  # (B, n, d_v)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 
 import torch
@@ -110,8 +109,8 @@ class EncoderLayer(nn.Module):
     Post-norm (norm_first False): ``x = norm1(x + attention(x))``, ``x = norm2(x + feed_forward(x))``.
     Pre-norm (norm_first True): ``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``.
 
-    Shapes: x (B, n, embed_dim) or (n, embed_dim); masks as in :func:`attnforge.model.attention.merge_masks`; result
-    like x. ``feedforward_dim`` defaults to 4 · embed_dim. Raises as :class:`MultiHeadAttention` and
+    Shapes: x (B, n, embed_dim) or (n, embed_dim); attn_mask as in :func:`attnforge.model.attention.merge_masks`;
+    result like x. ``feedforward_dim`` defaults to 4 · embed_dim. Raises as :class:`MultiHeadAttention` and
     :class:`FeedForward` do.
     """
 
@@ -122,7 +121,6 @@ class EncoderLayer(nn.Module):
         feedforward_dim: int | None = None,
         activation: str = "relu",
         norm_first: bool = False,
-        layer_norm_eps: float = 1e-5,
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -130,50 +128,18 @@ class EncoderLayer(nn.Module):
         self.norm_first = norm_first
         self.attention = MultiHeadAttention(embed_dim, num_heads, bias)
         self.feed_forward = FeedForward(embed_dim, feedforward_dim, activation, bias)
-        self.norm1 = nn.LayerNorm(embed_dim, layer_norm_eps, bias=bias)
-        self.norm2 = nn.LayerNorm(embed_dim, layer_norm_eps, bias=bias)
+        self.norm1 = nn.LayerNorm(embed_dim, bias=bias)
+        self.norm2 = nn.LayerNorm(embed_dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if self.norm_first:
             y = self.norm1(x)
-            x = x + self.attention(y, y, y, attn_mask, key_padding_mask, is_causal)
+            x = x + self.attention(y, y, y, attn_mask)
             x = x + self.feed_forward(self.norm2(x))
         else:
-            x = self.norm1(x + self.attention(x, x, x, attn_mask, key_padding_mask, is_causal))
+            x = self.norm1(x + self.attention(x, x, x, attn_mask))
             x = self.norm2(x + self.feed_forward(x))
         return x
-
-    @classmethod
-    def from_torch(cls, layer: nn.TransformerEncoderLayer) -> EncoderLayer:
-        """Return the same function as ``layer`` in eval mode, batch first, with a copy of its weights.
-
-        Raises UsageError for an activation other than relu and exact gelu.
-        """
-        mlp, bias = layer.linear1, layer.linear1.bias is not None
-        activation, norm_first, eps = activation_name(layer.activation), layer.norm_first, layer.norm1.eps
-        copy = cls(mlp.in_features, layer.self_attn.num_heads, mlp.out_features, activation, norm_first, eps, bias)
-        copy.to(mlp.weight)  # before the weights are copied, so that float64 weights are not rounded to float32
-        copy.attention = MultiHeadAttention.from_torch(layer.self_attn)
-        copy.feed_forward.linear1.load_state_dict(layer.linear1.state_dict())
-        copy.feed_forward.linear2.load_state_dict(layer.linear2.state_dict())
-        copy.norm1.load_state_dict(layer.norm1.state_dict())
-        copy.norm2.load_state_dict(layer.norm2.state_dict())
-        return copy.train(layer.training)
-
-
-def activation_name(activation: object) -> str:
-    """Return the name of a torch activation; raise UsageError for one that :class:`FeedForward` does not have."""
-    if activation is F.relu or isinstance(activation, nn.ReLU):
-        return "relu"
-    if activation is F.gelu or (isinstance(activation, nn.GELU) and activation.approximate == "none"):
-        return "gelu"
-    raise UsageError(f"activation {activation}; only relu and exact gelu are allowed, so build the encoder with one")
 
 
 class TransformerEncoder(nn.Module):
@@ -196,11 +162,8 @@ class TransformerEncoder(nn.Module):
         num_layers: int,
         embed_dim: int,
         num_heads: int,
-        feedforward_dim: int | None = None,
         activation: str = "relu",
         norm_first: bool = False,
-        layer_norm_eps: float = 1e-5,
-        bias: bool = True,
         *,
         vocab_size: int | None = None,
         max_length: int | None = None,
@@ -214,10 +177,9 @@ class TransformerEncoder(nn.Module):
         self.embedding = None if vocab_size is None else nn.Embedding(vocab_size, embed_dim)
         self.positions = named_positions(positions, embed_dim, max_length)
         self.layers = nn.ModuleList(
-            EncoderLayer(embed_dim, num_heads, feedforward_dim, activation, norm_first, layer_norm_eps, bias)
-            for _ in range(num_layers)
+            EncoderLayer(embed_dim, num_heads, activation=activation, norm_first=norm_first) for _ in range(num_layers)
         )
-        self.norm: nn.Module | None = nn.LayerNorm(embed_dim, layer_norm_eps, bias=bias) if final_norm else None
+        self.norm: nn.Module | None = nn.LayerNorm(embed_dim) if final_norm else None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         if self.max_length is not None:
@@ -230,19 +192,6 @@ class TransformerEncoder(nn.Module):
         for layer in self.layers:
             x = layer(x, attn_mask=mask)
         return x if self.norm is None else self.norm(x)  # (B, n, embed_dim)
-
-    @classmethod
-    def from_torch(cls, encoder: nn.TransformerEncoder, is_causal: bool = False) -> TransformerEncoder:
-        """Return the same function as ``encoder`` in eval mode, batch first, with a copy of its weights.
-
-        Raises UsageError for an activation other than relu and exact gelu.
-        """
-        layers = [EncoderLayer.from_torch(layer) for layer in encoder.layers]
-        embed_dim, num_heads = layers[0].attention.embed_dim, layers[0].attention.num_heads
-        copy = cls(1, embed_dim, num_heads, is_causal=is_causal)
-        copy.layers = nn.ModuleList(layers)
-        copy.norm = deepcopy(encoder.norm)
-        return copy.train(encoder.training)
 
 
 def named_positions(

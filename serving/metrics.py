@@ -30,6 +30,13 @@ SECONDS = tuple(base * 10**power for power in (-4.0, -3.0, -2.0, -1.0, 0.0) for 
 """Upper bounds of the histogram's buckets: 0.1 ms to 5 s."""
 
 SAMPLES = tuple(2**power for power in range(11))
+MEMORY = ("weights", "activations", "buffers", "pinned")
+"""The sizes in a Session's memory."""
+
+
+def labels_of(session: Session) -> tuple[str, str, str]:
+    """Return the values of :data:`LABELS`."""
+    return session.bundle.manifest.name, session.bundle.manifest.precision, session.backend
 
 
 class Metrics(Collector):
@@ -45,36 +52,31 @@ class Metrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._calls = Counter("attnforge_calls", "Calls of a Session.", LABELS, registry=registry)
-        self._errors = Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error"), registry=registry)
-        self._seconds = Histogram(
-            "attnforge_call_seconds", "Seconds of a call.", LABELS, registry=registry, buckets=SECONDS
-        )
-        self._samples = Histogram(
-            "attnforge_call_samples", "Samples in a call.", LABELS, registry=registry, buckets=SAMPLES
-        )
+        self._metrics: dict[str, Counter | Histogram] = {
+            "calls": Counter("attnforge_calls", "Calls of a Session.", LABELS, registry=registry),
+            "errors": Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error"), registry=registry),
+            "seconds": Histogram(
+                "attnforge_call_seconds", "Seconds of a call.", LABELS, registry=registry, buckets=SECONDS
+            ),
+            "samples": Histogram(
+                "attnforge_call_samples", "Samples in a call.", LABELS, registry=registry, buckets=SAMPLES
+            ),
+        }
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         registry.register(self)
 
     def observe(self, session: Session) -> Observed:
         """Return the session with its calls counted."""
-        manifest = session.bundle.manifest
-        labels = manifest.name, manifest.precision, session.backend
         self._sessions.add(session)
-        calls, seconds = self._calls.labels(*labels), self._seconds.labels(*labels)
-        samples = self._samples.labels(*labels)
-        batch = batch_of(manifest)
+        labels = labels_of(session)
+        for metric in ("calls", "seconds", "samples"):
+            self._metrics[metric].labels(*labels)  # zero until the first call
 
-        def count(took: float | None, size: int | None, error: BaseException | None) -> None:
-            calls.inc()
-            if error is not None:
-                self._errors.labels(*labels, type(error).__name__).inc()
-            if took is not None:
-                seconds.observe(took)
-            if size is not None and isinstance(batch, DimSpec):
-                samples.observe(size)
+        def record(metric: str, value: float, *error: str) -> None:
+            child = self._metrics[metric].labels(*labels, *error)
+            child.inc(value) if isinstance(child, Counter) else child.observe(value)
 
-        return Observed(session, count)
+        return Observed(session, record)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the memory of open sessions, summed over those of one model and backend."""
@@ -84,10 +86,9 @@ class Metrics(Collector):
                 memory = session.memory
             except UsageError:  # it is closed
                 continue
-            manifest = session.bundle.manifest
-            for what in ("weights", "activations", "buffers", "pinned"):
+            for what in MEMORY:
                 if (size := getattr(memory, what)) is not None:
-                    labels = manifest.name, manifest.precision, session.backend, what
+                    labels = (*labels_of(session), what)
                     totals[labels] = totals.get(labels, 0) + size
         family = GaugeMetricFamily("attnforge_memory_bytes", "Bytes that a Session holds.", labels=(*LABELS, "what"))
         for labels, size in totals.items():
@@ -102,16 +103,20 @@ class Metrics(Collector):
 class Observed:
     """A Session whose calls are counted, called like the Session; its other methods are on `session`.
 
+    Args:
+        session: the Session.
+        record: receives the name of a metric (`calls`, `errors`, `seconds`, `samples`), by how much it rises or what is
+            observed, and for `errors` the error's class.
+
     Attributes:
         session: the Session.
         inputs, outputs: the Session's.
     """
 
-    def __init__(
-        self, session: Session, count: Callable[[float | None, int | None, BaseException | None], None]
-    ) -> None:
-        self.session, self._count = session, count
+    def __init__(self, session: Session, record: Callable[..., None]) -> None:
+        self.session, self._record = session, record
         self.inputs, self.outputs = session.inputs, session.outputs
+        self._has_batch = isinstance(batch_of(session.bundle.manifest), DimSpec)
 
     def __call__(self, *values: Any, **options: Any) -> Any:
         """See :meth:`attnforge.Session.__call__`."""
@@ -129,10 +134,15 @@ class Observed:
         try:
             answer = call()
         except BaseException as error:
-            self._count(None, None, error)
+            self._record("errors", 1, type(error).__name__)
             raise
+        finally:
+            seconds = time.perf_counter() - start
+            self._record("calls", 1)
+        self._record("seconds", seconds)
         shape: Any = getattr(first, "shape", ())
-        self._count(time.perf_counter() - start, int(shape[0]) if len(shape) else None, None)
+        if self._has_batch and len(shape):
+            self._record("samples", int(shape[0]))
         return answer
 
 

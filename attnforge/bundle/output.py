@@ -9,8 +9,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,12 +26,11 @@ _OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
 
 def _document(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a bundle of any schema version; None if the folder is not a bundle."""
-    try:
+    with suppress(BundleError, ValueError, RecursionError):
         document = json.loads(manifest_data(folder))
-    except (BundleError, ValueError, RecursionError):
-        return None
-    is_bundle = isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document)
-    return document if is_bundle else None
+        if isinstance(document, dict) and {"schema_version", "attention", "files"} <= set(document):
+            return document
+    return None
 
 
 def place_of(out: Path) -> Path:
@@ -67,9 +65,9 @@ def _why_not_replaced(folder: Path) -> str | None:
     return None if can_write else "is a read-only bundle"
 
 
-@contextmanager
-def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` at the end of the block, or is removed if the block raises.
+def writing(out: str | os.PathLike[str], force: bool) -> AbstractContextManager[Path]:
+    """Return a context with a temporary folder that becomes `out` at the end of the block, or is removed if the block
+    raises.
 
     If a bundle is replaced, old and new are exchanged atomically, if the system supports that. Leftovers of killed
     processes are removed.
@@ -84,8 +82,7 @@ def writing(out: str | os.PathLike[str], force: bool) -> Iterator[Path]:
         BundleError: the disk is full.
     """
     target = check_place(out, force)
-    with new_folder(target, lambda folder: _put(folder, target, force)) as folder:
-        yield folder
+    return new_folder(target, lambda folder: _put(folder, target, force))
 
 
 def check_place(out: str | os.PathLike[str], force: bool) -> Path:

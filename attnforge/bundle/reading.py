@@ -14,7 +14,7 @@ import mmap
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,7 +33,7 @@ from attnforge.bundle.schema import (
     dim_name,
 )
 from attnforge.bundle.trust import Trusted, keys_of, signatures
-from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, shortened
+from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, raised_as, shortened
 from attnforge.files import Identity, identity, names_in, open_inside, open_regular
 
 if TYPE_CHECKING:
@@ -192,16 +192,11 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or the file is missing, altered or not safetensors.
         """
-        from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        try:
-            return load(self.read(name))
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise BundleError(
-                f"{self.path / name} is not a safetensors file that NumPy reads: {first_line(error)}; deploy the model "
-                "again"
-            ) from error
+        data, not_read = self.read(name), f"{self.path / name} is not a safetensors file that NumPy reads"
+        with raised_as(BundleError, not_read, "; deploy the model again"):
+            return load(data)
 
     @contextmanager
     def steady(self, *, whole: bool = True) -> Iterator[None]:
@@ -284,10 +279,8 @@ class Bundle:
 
         from attnforge.bundle.external import locations, messages
 
-        try:
+        with raised_as(BundleError, f"{self.path / name} is not an ONNX model"):
             parts = list(messages(load_model_from_string(data)))
-        except Exception as error:  # protobuf's
-            raise BundleError(f"{self.path / name} is not an ONNX model: {first_line(error)}") from error
         if any(isinstance(part, NodeProto) and part.op_type == _COMPILED for part in parts):
             raise BundleError(
                 f"{self.path / name} contains a compiled model ({_COMPILED}), which is code; do not use it"
@@ -311,10 +304,9 @@ class Bundle:
             raise BundleError(f"{file} cannot be read: {first_line(error)}") from error
 
     def _identity(self, name: str) -> Identity | None:
-        try:
+        with suppress(OSError):
             return identity(os.lstat(self._root / name))
-        except OSError:
-            return None
+        return None
 
     def _altered(self, name: str) -> BundleError:
         if self._was_replaced():
@@ -325,11 +317,10 @@ class Bundle:
 
     def _was_replaced(self) -> bool:
         """Whether the folder was moved or its manifest was replaced."""
-        try:
+        with suppress(BundleError):
             is_other = hashlib.sha256(manifest_data(self.path)).digest() != self._sum
             return is_other or self._identity(".") != self._folder
-        except BundleError:
-            return False
+        return False
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self.path} was replaced while it was read; read it again when it no longer changes")
@@ -339,15 +330,13 @@ UNLISTED = (MANIFEST, SIGNATURE)
 """Files of a bundle that are never listed in its manifest."""
 
 
-def open_bundle(
-    bundle: str | os.PathLike[str] | Bundle, *, check_plans: bool = True, lazily: bool = False, trusted: Trusted = None
-) -> Bundle:
+def open_bundle(bundle: str | os.PathLike[str] | Bundle, *, lazily: bool = False, trusted: Trusted = None) -> Bundle:
     """Open a bundle by its folder. An open bundle is returned as it is, unless keys are given; then it is opened again.
     Arguments and errors are those of :class:`Bundle`."""
     if isinstance(bundle, Bundle) and trusted is None:
         return bundle
     path = bundle.path if isinstance(bundle, Bundle) else bundle
-    return Bundle(path, check_plans=check_plans, lazily=lazily, trusted=trusted)
+    return Bundle(path, lazily=lazily, trusted=trusted)
 
 
 @contextmanager
@@ -389,10 +378,8 @@ def _again(name: str) -> str:
 
 
 def _root(path: Path) -> Path:
-    try:
+    with raised_as(BundleError, f"no bundle at {shortened(str(path))!r}"):  # a cycle of links, an invalid file name
         return path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid file name
-        raise BundleError(f"no bundle at {shortened(str(path))!r}: {first_line(error)}") from error
 
 
 def manifest_data(folder: Path, shown: Path | None = None) -> bytes:

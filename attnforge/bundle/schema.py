@@ -681,13 +681,9 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
     for name in _named_files(manifest):
         if name not in manifest.files:
             yield f"it has no {name}, which the manifest names: its `files` do not list it"
-    for kind, names in (
-        ("inputs", [spec.name for spec in manifest.inputs]),
-        ("outputs", [spec.name for spec in manifest.outputs]),
-        ("cases", [case.name for case in manifest.cases]),
-    ):
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            yield f"{kind}: {twice[0]} occurs twice"
+    yield from _repeated("inputs", manifest.inputs)
+    yield from _repeated("outputs", manifest.outputs)
+    yield from _repeated("cases", manifest.cases)
     if not manifest.outputs:
         yield "outputs: there are none"
     symbols: set[str] = set()
@@ -717,14 +713,18 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
                     yield f"targets.{target}: a profile of {engine.file} is of other dims, or without min <= opt <= max"
 
 
+def _repeated(kind: str, named: Sequence[TensorSpec | Case]) -> Iterator[str]:
+    """Yield an inconsistency for every name that occurs more than once."""
+    counts = Counter(each.name for each in named)
+    yield from (f"{kind}: {name} occurs twice" for name, count in counts.items() if count > 1)
+
+
 def _inconsistencies_of_steps(manifest: Manifest, decoding: Decoding) -> Iterator[str]:
     """Yield inconsistencies of the record of decoder steps."""
     if [spec.name for spec in manifest.inputs] != [decoding.tokens] or len(manifest.inputs[0].dims) < 2:
         yield f"decoding: the tokens {decoding.tokens} are not the only input, (batch, tokens, …)"
         return
-    names = [spec.name for spec in manifest.graph_inputs]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        yield f"decoding: {twice[0]} occurs twice"
+    yield from _repeated("decoding", manifest.graph_inputs)
     for spec in decoding.tensors:
         sizes = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
         if len(sizes) != 3 or len(spec.dims) != 4 or sizes[1] != decoding.places:

@@ -15,7 +15,7 @@ from attnforge.cli.answers import Answer
 from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys
 from attnforge.cli.terminal import escape, out, print_table, say, say_path, say_reasons, stages_shown
 from attnforge.errors import UsageError
-from attnforge.report.render import error
+from attnforge.report.render import check_page, error
 
 if TYPE_CHECKING:
     from attnforge.export.diagnosis.diagnose import Diagnosis
@@ -110,8 +110,6 @@ def verify(
     if results is not None and len(backend or ()) > 1:
         raise UsageError(f"--results takes one backend, and {len(backend or ())} were given; name one, or none")
     if html is not None:
-        from attnforge.report.render import check_page
-
         check_page(html, force)
     with stages_shown(as_json) as progress:
         progress(f"verify {bundle}")

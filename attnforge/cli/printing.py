@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from attnforge.cli.terminal import escape, out, print_table, say, say_reasons
@@ -173,12 +174,9 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
 def names_in_runs(names: Sequence[str], known: Sequence[str]) -> str:
     """Return names with consecutive runs abbreviated as `layers.0 … layers.21`, in the order of `known`; runs of one or
     two are spelt out."""
-    runs: list[list[str]] = []
-    for index, name in sorted((known.index(name), name) for name in names):
-        if runs and known[index - 1] == runs[-1][-1] and index:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
+    positions = sorted(known.index(name) for name in names)
+    consecutive = groupby(enumerate(positions), lambda pair: pair[1] - pair[0])
+    runs = [[known[position] for _, position in run] for _, run in consecutive]
     return ", ".join(f"{run[0]} … {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
 
 

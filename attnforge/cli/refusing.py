@@ -29,7 +29,7 @@ def report_error(error: BaseException) -> int:
         _print_document("Interrupted", "the command was interrupted")
         return code
     if isinstance(error, SystemExit):
-        if terminal.running() and not isinstance(error.__context__, BrokenPipeError):  # those two are typer's own
+        if terminal.is_running and not isinstance(error.__context__, BrokenPipeError):  # those two are typer's own
             return _say("UsageError", f"the model's code called sys.exit({error.code!r}); remove that call", 2)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, AttnforgeError):
@@ -65,6 +65,6 @@ def _say(kind: str, message: str, code: int, further: dict[str, Any] | None = No
 
 
 def _print_document(kind: str, message: str, further: dict[str, Any] | None = None) -> None:
-    if "--json" in sys.argv[1:] and not terminal.printed():
+    if "--json" in sys.argv[1:] and not terminal.is_printed:
         with suppress(OSError):  # standard output is full or closed; standard error reports that
             terminal.print_json({"error": {"kind": kind, "message": plain(message)}, **(further or {})})

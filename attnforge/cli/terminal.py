@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -30,30 +30,21 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
-_printed = _running = False
+is_printed = is_running = False
+"""Whether the command has printed its document, and whether a command is running."""
 
 
 def begin(*, running: bool = False) -> None:
     """Record that parsing begins, or with `running` the command itself; nothing has been printed yet."""
-    global _printed, _running
-    _printed, _running = False, running
-
-
-def running() -> bool:
-    """Whether a command is running."""
-    return _running
-
-
-def printed() -> bool:
-    """Whether the command has printed its document."""
-    return _printed
+    global is_printed, is_running
+    is_printed, is_running = False, running
 
 
 def print_json(document: Any) -> None:
     """Print the JSON document of a command with `--json` on standard output. NaN and infinity, which JSON lacks, become
     null."""
-    global _printed
-    _printed = True
+    global is_printed
+    is_printed = True
     finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
     print(json.dumps(finite, indent=2, allow_nan=False))
 
@@ -124,9 +115,8 @@ class StageDisplay:
     """Shows the current stage, an estimate of its remaining seconds, and a bar of all the work done; a
     :class:`attnforge.progress.Progress`, and callable with a stage's name for work without counted stages."""
 
-    def __init__(self, bar: RichProgress | None) -> None:
-        self._bar = bar
-        self._task = None if bar is None else bar.add_task("", total=None, step="")
+    def __init__(self, bar: RichProgress) -> None:
+        self._bar, self._task = bar, bar.add_task("", total=None, step="")
         self._before, self._start = 0, time.perf_counter()
 
     def __call__(self, name: str) -> None:
@@ -148,8 +138,7 @@ class StageDisplay:
         ending.check()
         if "step" in fields:
             fields["step"] = escape(fields["step"])
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=None if description is None else escape(description), **fields)
+        self._bar.update(self._task, description=None if description is None else escape(description), **fields)
 
 
 @contextmanager
@@ -158,10 +147,6 @@ def stages_shown(quiet: bool) -> Iterator[StageDisplay]:
 
     The display keeps the current standard error: deploy redirects `sys.stderr` while it exports.
     """
-    console = Console(file=sys.stderr, highlight=False)
-    if quiet or not console.is_terminal:
-        yield StageDisplay(None)
-        return
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
@@ -172,7 +157,9 @@ def stages_shown(quiet: bool) -> Iterator[StageDisplay]:
         TextColumn("[dim]{task.fields[step]}", table_column=Column(max_width=32, no_wrap=True)),
         TimeElapsedColumn(),
     )
-    with RichProgress(
+    console = Console(file=sys.stderr, highlight=False)
+    bar = RichProgress(
         *columns, console=console, transient=True, expand=True, redirect_stdout=False, redirect_stderr=False
-    ) as bar:
+    )
+    with nullcontext() if quiet or not console.is_terminal else bar:
         yield StageDisplay(bar)

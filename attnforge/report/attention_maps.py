@@ -93,15 +93,15 @@ class AttentionMaps:
         return (make() for make in self._makers)
 
 
-def attention_maps(bundle: Bundle, case: Case | None = None) -> AttentionMaps:
-    """Run the canonical graph and the deployed ONNX Runtime model on one case, and collect the attention maps.
+def attention_maps(bundle: Bundle) -> AttentionMaps:
+    """Run the canonical graph and the deployed ONNX Runtime model on the first case of real data, else on the example,
+    and collect the attention maps.
 
     Args:
         bundle: a bundle; without an ONNX Runtime model every site is left out.
-        case: case to run; by default the first of real data, else the example.
     """
     manifest = bundle.manifest
-    case = case or _usual(manifest)
+    case = _usual(manifest)
     inputs = reference.make_inputs(case, manifest.inputs, stored_inputs(bundle))
     records = {record.site: record for record in manifest.attention.details}
     left_out = {name: why for name, record in records.items() if (why := _why_left_out(record, manifest)) is not None}
@@ -253,24 +253,24 @@ def _written_sites(model: ir.Model, names: list[str]) -> dict[str, WrittenSite]:
         users = [use.node for use in result.uses()]
         if [user.op_type for user in users] == ["Cast"]:  # back from the type that the softmax is computed in
             result = users[0].outputs[0]
-        inputs = [value for score in reversed(scores) for value in _producer(score).inputs if value is not None]
+        producers = [node for score in reversed(scores) if (node := score.producer()) is not None]
+        inputs = [value for node in producers for value in node.inputs if value is not None]
         operands = [v for v in inputs if v not in scores and ir.convenience.get_const_tensor(v) is None]
         sites[name] = str(scores[0].name), str(result.name), [str(v.name) for v in dict.fromkeys(operands)]
     outputs = [output for scores, result, _ in sites.values() for output in (scores, result)]
     together = part_of(model, outputs, {name for _, _, operands in sites.values() for name in operands})
-    for value in values_of(together).values():
-        if not value.is_initializer():
-            value.shape = None  # it runs on one sample, even if the model has a fixed batch size
+    _forget_shapes(together)
     return {
         name: WrittenSite(part_of(together, [scores, result], operands), scores, result, operands)
         for name, (scores, result, operands) in sites.items()
     }
 
 
-def _producer(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
+def _forget_shapes(model: ir.Model) -> None:
+    """Let a graph run on one sample, even if the model has a fixed batch size."""
+    for value in values_of(model).values():
+        if not value.is_initializer():
+            value.shape = None
 
 
 # --- the deployed graph -----------------------------------------------------------------------------------------------
@@ -336,9 +336,7 @@ class FusedOperator:
         maps, _ = insert(double.graph, operator, lambda op: products(op, read(op, operator)), stem="weights")
         weights = part_of(double, [str(maps.name)])
         to_double(weights)
-        for value in values_of(weights).values():
-            if not value.is_initializer():
-                value.shape = None  # it runs on one sample, even if the model has a fixed batch size
+        _forget_shapes(weights)
         masks = node.inputs[3:] if node.op_type == "Attention" else ()
         flat = [str(v.name) for v in masks if v is not None and rank_of(v) in (2, 3)]
         inputs = [str(value.name) for value in weights.graph.inputs]

@@ -151,7 +151,7 @@ def _charts(name: str, report: BackendReport, cases: Mapping[str, Case]) -> _Cha
         return _Charts()
     label = name if name != "eager" else "eager on this machine"
     worst: dict[str, Comparison] = {}  # by case, the output closest to its budget
-    for comparison in sorted(known, key=_budget_used, reverse=True):
+    for comparison in sorted(known, key=lambda c: c.share if c.passed else math.inf, reverse=True):
         worst.setdefault(comparison.where, comparison)
     shown = list(worst)[:MOST_ROWS]
     drawn = [worst[where] for where in dict.fromkeys(c.where for c in known) if where in shown]
@@ -172,13 +172,6 @@ def _furthest(report: BackendReport) -> Comparison | None:
     """Return the comparison with the largest error of one element, relative to the budget of its case."""
     known = (comparison for comparison in report.comparisons if comparison.worst is not None)
     return max(known, key=lambda c: (not c.passed, c.max_error / c.max_budget if c.max_budget else 0.0), default=None)
-
-
-def _budget_used(comparison: Comparison) -> float:
-    if not comparison.passed:
-        return math.inf
-    by_norm = comparison.error / comparison.budget if comparison.budget else 0.0
-    return max(by_norm, comparison.max_error / comparison.max_budget if comparison.max_budget else 0.0)
 
 
 def _cases_in_words(name: str, report: BackendReport, drawn: int) -> str:

@@ -24,6 +24,7 @@ from attnforge.model.decoder_digits import CHARACTERS, CLASSES, END, INK, PROMPT
 from attnforge.model.digits import DigitsSplit, load_digits_split
 from attnforge.model.registry import DECODER_DIGITS, build_model
 from benchmarks.training.digits import Out, Seed
+from tests.support.decoders import generate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +146,7 @@ def write_digits(model: Decoder, each: int = 20, temperature: float = 1.0, seed:
     labels = torch.arange(len(CLASSES)).repeat_interleave(each)
     prompt = torch.stack([labels, torch.full_like(labels, CHARACTERS.index("\n"))], dim=1)
     generator = torch.Generator().manual_seed(seed)
-    written = model.generate(prompt, TOKENS - PROMPT, temperature=temperature, generator=generator)
+    written = generate(model, prompt, TOKENS - PROMPT, temperature=temperature, generator=generator)
     return torch.cat([prompt, written], dim=1)
 
 

@@ -101,7 +101,7 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
         model = bundle.file(record.model)
         plan = build(model, flavour, manifest.graph_inputs, manifest.precision, wanted, further, timings, device)
     name = f"tensorrt/engine.{flavour}-{plan.version}-{PORTABLE if portable else capability.lower()}.plan"
-    with locked(bundle.path):  # another process may have added a plan for another device meanwhile
+    with locked(bundle.path.resolve()):  # another process may have added a plan for another device meanwhile
         return _added(_as_it_is_now(bundle, record.model), flavour, name, plan, PORTABLE if portable else capability)
 
 

@@ -147,14 +147,12 @@ def _has_own_budget(bundle: Bundle, name: str) -> bool:
 def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
     """Return the commands that run each model of the bundle in Polygraphy, and the bundle with its runner."""
     manifest = bundle.manifest
+    has_bfloat16 = any(spec.dtype == BFLOAT16.name for spec in (*manifest.inputs, *manifest.outputs))
     models: dict[str, tuple[str, list[str]]] = {}
-    for name, record in (
-        manifest.targets.items() if manifest.decoding is None else ()
-    ):  # a decoder step has other inputs
-        if name == "onnxruntime" and not any(
-            spec.dtype == BFLOAT16.name for spec in manifest.inputs + manifest.outputs
-        ):
-            models[name] = record.model, ["--onnxrt"]  # Polygraphy runs it through NumPy, which has no bfloat16
+    targets = manifest.targets if manifest.decoding is None else {}  # a decoder step has other inputs
+    for name, record in targets.items():
+        if name == "onnxruntime" and not has_bfloat16:  # Polygraphy runs it through NumPy, which has no bfloat16
+            models[name] = record.model, ["--onnxrt"]
         elif name.startswith("tensorrt"):
             models[name] = record.model, ["--trt", *_profile(bundle), *(["--tf32"] * (manifest.precision == "tf32"))]
     models["attnforge"] = "canonical.onnx", ["--attnforge", str(folder / BUNDLE)]

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from attnforge.bundle import DimSpec
 from attnforge.runtime.session import Session
-from attnforge.serving.batching import batch_of
-from attnforge.serving.metrics import LABELS, SAMPLES, SECONDS, Observed
+from attnforge.serving.metrics import LABELS, MEMORY, SAMPLES, SECONDS, Observed, labels_of
 
 
 def observed(session: Session) -> Observed:
@@ -21,25 +19,20 @@ def observed(session: Session) -> Observed:
     Args:
         session: session in an actor to observe.
     """
-    manifest = session.bundle.manifest
-    labels = dict(zip(LABELS, (manifest.name, manifest.precision, session.backend), strict=True))
-    calls = Counter("attnforge_calls", "Calls of a Session.", LABELS)
-    errors = Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error"))
-    seconds = Histogram("attnforge_call_seconds", "Seconds of a call.", list(SECONDS), LABELS)
-    samples = Histogram("attnforge_call_samples", "Samples in a call.", list(SAMPLES), LABELS)
+    labels = labels_of(session)
     memory = Gauge("attnforge_memory_bytes", "Bytes that a Session holds.", (*LABELS, "what"))
-    for what in ("weights", "activations", "buffers", "pinned"):
+    for what in MEMORY:
         if (size := getattr(session.memory, what)) is not None:
-            memory.set(size, {**labels, "what": what})
-    has_batch = isinstance(batch_of(manifest), DimSpec)
+            memory.set(size, dict(zip((*LABELS, "what"), (*labels, what), strict=True)))
+    metrics: dict[str, Counter | Histogram] = {
+        "calls": Counter("attnforge_calls", "Calls of a Session.", LABELS),
+        "errors": Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error")),
+        "seconds": Histogram("attnforge_call_seconds", "Seconds of a call.", list(SECONDS), LABELS),
+        "samples": Histogram("attnforge_call_samples", "Samples in a call.", list(SAMPLES), LABELS),
+    }
 
-    def count(took: float | None, size: int | None, error: BaseException | None) -> None:
-        calls.inc(1, labels)
-        if error is not None:
-            errors.inc(1, {**labels, "error": type(error).__name__})
-        if took is not None:
-            seconds.observe(took, labels)
-        if size is not None and has_batch:
-            samples.observe(size, labels)
+    def record(name: str, value: float, *error: str) -> None:
+        metric, tags = metrics[name], dict(zip((*LABELS, "error"), (*labels, *error), strict=False))
+        metric.inc(value, tags) if isinstance(metric, Counter) else metric.observe(value, tags)
 
-    return Observed(session, count)
+    return Observed(session, record)

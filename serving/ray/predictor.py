@@ -188,15 +188,10 @@ def _together(arrays: Sequence[Array], spec: TensorSpec) -> Array:
         return np.empty((0, *sizes), BFLOAT16 if spec.dtype == BFLOAT16.name else spec.dtype)
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
-    return _objects(arrays)
-
-
-def _objects(arrays: Sequence[Array]) -> Array:
-    column = np.empty(len(arrays), object)
-    for i, array in enumerate(arrays):
-        column[i] = array
-    return column
+    return np.fromiter(arrays, object, len(arrays))
 
 
 def _each(change: Callable[[Any], Array], column: Array) -> Array:
-    return change(column) if column.dtype != object else _objects([change(np.asarray(row)) for row in column])
+    if column.dtype != object:
+        return change(column)
+    return np.fromiter((change(np.asarray(row)) for row in column), object, len(column))

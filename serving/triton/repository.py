@@ -513,11 +513,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def fields(text: str) -> dict[str, list[str]]:
-    """Return the fields of a configuration written by :func:`~.configuration.text`, by name, each with its lines."""
-    lines: dict[str, list[str]] = {}
-    name = ""
-    for line in text.splitlines():
-        if line and not line[0].isspace() and line != "}":
-            name = re.split(r"[\s:{]", line, maxsplit=1)[0]
-        lines.setdefault(name, []).append(" ".join(line.split()))
-    return lines
+    """Return the fields of a configuration written by :func:`~.configuration.text`, by name, each with its words."""
+    words: dict[str, list[str]] = {}
+    for part in re.split(r"^(?=\w)", text, flags=re.MULTILINE):
+        words.setdefault(re.split(r"[\s:{]", part, maxsplit=1)[0], []).extend(part.split())
+    return words

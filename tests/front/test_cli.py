@@ -338,7 +338,7 @@ def test_run_takes_arrays_and_images(here: Here, bundle: Path, tmp_path: Path) -
 def test_own_callable(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
-        "from attnforge.model import SelfAttention\n"
+        "from attnforge.model.attention import SelfAttention\n"
         "def attention(width=8):\n"
         "    batch = torch.export.Dim('batch', min=1, max=4)\n"
         "    return SelfAttention(int(width), 16), (torch.randn(2, 5, int(width)),), {'x': {0: batch}}\n"

@@ -19,9 +19,9 @@ import attnforge
 from attnforge.bundle import Bundle
 from attnforge.cli import main
 from attnforge.errors import InputError, UnknownNameError
-from attnforge.model import Decoder
+from attnforge.model.decoder import Decoder
 from attnforge.text import Tokenizer as OfBundle
-from tests.support.decoders import PLACES, DeployDecoder, decoder_example
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example, generate
 from tests.support.first_hour import run_job
 
 pytestmark = pytest.mark.xdist_group("generating")
@@ -72,7 +72,7 @@ def folder(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def likeliest(prompt: list[int], count: int) -> list[int]:
     module = decoder_example().module
     assert isinstance(module, Decoder)
-    tokens: list[int] = module.generate(torch.tensor([prompt]), count)[0].tolist()
+    tokens: list[int] = generate(module, torch.tensor([prompt]), count)[0].tolist()
     return tokens
 
 

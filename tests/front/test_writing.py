@@ -13,17 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from attnforge import atomic
 from attnforge.atomic import (
-    Scratch,
     check_writable,
     exchange,
     give_modes,
     rename_new,
+    scratch,
     sweep,
     temporary_folder,
     write_whole,
@@ -149,7 +150,7 @@ def test_permissions_are_those_of_new_files(tmp_path: Path, mask: int, file: int
         with writing(tmp_path / "out", False) as made:
             (made / "reference").mkdir(0o700)
             (made / "reference/outputs.safetensors").touch(0o600)
-        assert atomic._umask() == mask
+        assert os.umask(mask) == mask
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(os.stat(tmp_path / "out" / name).st_mode) for name in ("", "reference")]
@@ -219,16 +220,17 @@ def test_what_was_left_between_two_renames_is_brought_back(copy: Path, tmp_path:
 
 
 def test_what_is_held_is_not_swept_and_what_is_not_is(tmp_path: Path) -> None:
-    held = Scratch(tmp_path, ".out.", ".partial")
-    for name in (".out.stale.partial", ".out.file.partial", ".other.stale.partial", "out.partial"):
-        (tmp_path / name).mkdir() if "file" not in name else (tmp_path / name).touch()
-    (tmp_path / ".out.link.partial").symlink_to("/etc")
+    with scratch(tmp_path, ".out.", ".partial") as held:
+        for name in (".out.stale.partial", ".out.file.partial", ".other.stale.partial", "out.partial"):
+            (tmp_path / name).mkdir() if "file" not in name else (tmp_path / name).touch()
+        (tmp_path / ".out.link.partial").symlink_to("/etc")
+        sweep(tmp_path, ".out.", ".partial")
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {held.name, ".other.stale.partial", "out.partial", ".out.link.partial"}
+    assert not held.exists()
+    held.mkdir()  # without the lock
     sweep(tmp_path, ".out.", ".partial")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {held.path.name, ".other.stale.partial", "out.partial", ".out.link.partial"}
-    held.release()
-    sweep(tmp_path, ".out.", ".partial")
-    assert not held.path.exists()
+    assert not held.exists()
 
 
 def test_what_others_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,22 +244,22 @@ def test_what_others_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_scratch_folder_that_is_swept_before_it_is_held_is_made_again(
     opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = atomic._lock, []
+    real, times = atomic.locked, []
 
-    def late(path: Path, wait: bool) -> int | None:
+    @contextmanager
+    def late(path: Path) -> Iterator[int | None]:
         times.append(path)
         is_swept = len(times) == 1
         if is_swept and not opened:
             path.rmdir()
-        number = real(path, wait)
-        if is_swept and opened:
-            path.rmdir()
-        return number
+        with real(path) as number:
+            if is_swept and opened:
+                path.rmdir()
+            yield number
 
-    monkeypatch.setattr(atomic, "_lock", late)
-    held = Scratch(tmp_path, ".out.", ".partial")
-    assert held.path.is_dir() and len(times) == 2
-    held.remove()
+    monkeypatch.setattr(atomic, "locked", late)
+    with scratch(tmp_path, ".out.", ".partial") as held:
+        assert held.is_dir() and len(times) == 2
 
 
 def test_folders_that_are_read_only_are_removed(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnforge.errors import UsageError
-from attnforge.model import (
+from attnforge.model.attention import (
     CrossAttention,
     MultiHeadAttention,
     MultiHeadSelfAttention,
     SelfAttention,
     attention,
 )
+from tests.model.from_torch import attention_of
 from tests.support.tensors import agree, differ, randn, randomized
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -146,7 +146,7 @@ def torch_masks(case: dict[str, Tensor | bool], num_queries: int, num_keys: int)
 @pytest.mark.parametrize(("bias", "kdim", "vdim"), [(True, None, None), (False, None, None), (True, 10, 6)])
 def test_s3_agrees_with_torch(case: str, bias: bool, kdim: int | None, vdim: int | None) -> None:
     theirs = randomized(nn.MultiheadAttention(16, 4, bias=bias, kdim=kdim, vdim=vdim, batch_first=True))
-    ours = MultiHeadAttention.from_torch(theirs)
+    ours = attention_of(theirs)
     query, key, value = randn(2, 5, 16), randn(2, 7, kdim or 16), randn(2, 7, vdim or 16)
     masks = mask_cases(5, 7)[case]
     expected, _ = theirs(query, key, value, **torch_masks(masks, 5, 7), need_weights=False)
@@ -155,7 +155,7 @@ def test_s3_agrees_with_torch(case: str, bias: bool, kdim: int | None, vdim: int
 
 def test_s3_unbatched_and_at_the_size_of_the_paper() -> None:
     theirs = randomized(nn.MultiheadAttention(512, 8, batch_first=True))
-    ours = MultiHeadAttention.from_torch(theirs)
+    ours = attention_of(theirs)
     assert (ours.embed_dim, ours.num_heads, ours.head_dim) == (512, 8, 64)
     assert sum(p.numel() for p in MultiHeadAttention().parameters()) == 4 * (512 * 512 + 512)
     x = randn(2, 9, 512)
@@ -171,12 +171,6 @@ def test_s3_a_sample_that_is_all_padding_yields_the_output_bias() -> None:
     output = module(x, x, x, key_padding_mask=padding)
     agree(output[1], module.output_proj.bias.expand(5, 16))
     agree(output[:1], module(x[:1], x[:1], x[:1]))
-
-
-def test_s3_refuses_a_torch_module_that_adds_keys() -> None:
-    for option in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(UsageError, match="add_bias_kv"):
-            MultiHeadAttention.from_torch(nn.MultiheadAttention(8, 2, **{option: True}))
 
 
 def test_cross_attention_ignores_padded_memory() -> None:

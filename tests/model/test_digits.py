@@ -9,8 +9,9 @@ import torch
 import typer
 
 from attnforge.errors import UnavailableError
-from attnforge.model import MODELS, PatchAttentionClassifier, build_model
+from attnforge.model import MODELS, build_model
 from attnforge.model.digits import load_digits_split
+from attnforge.model.patch import PatchAttentionClassifier
 from benchmarks.training import digits
 
 

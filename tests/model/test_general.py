@@ -10,13 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnforge.model import (
-    GeneralAttention,
-    GeneralMultiHeadAttention,
-    ParameterFreeAttention,
-    SelfAttention,
-)
-from attnforge.model.general import ALIGNS, SCORES
+from attnforge.model.attention import ParameterFreeAttention, SelfAttention
+from attnforge.model.general import ALIGNS, SCORES, GeneralAttention, GeneralMultiHeadAttention
 from tests.support.tensors import agree, randn, randomized
 
 # S5 and S6

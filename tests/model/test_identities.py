@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attnforge.model import attention
+from attnforge.model.attention import attention
 from tests.support import identities
 from tests.support.tensors import agree, randn
 

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attnforge.model import (
-    PatchAttention,
-    merge_patches,
-    split_patches,
-)
+from attnforge.model.patch import PatchAttention, merge_patches, split_patches
 from tests.support.tensors import agree, randn, randomized
 
 

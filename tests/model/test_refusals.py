@@ -9,27 +9,19 @@ import pytest
 import torch
 
 from attnforge.errors import ShapeError, UnknownNameError, UsageError
-from attnforge.model import (
-    Decoder,
-    DecoderSizes,
+from attnforge.model.attention import MultiHeadAttention, MultiHeadSelfAttention, SelfAttention
+from attnforge.model.decoder import Decoder, DecoderSizes
+from attnforge.model.general import GeneralAttention, GeneralMultiHeadAttention
+from attnforge.model.patch import PatchAttention, PatchAttentionClassifier, merge_patches, split_patches
+from attnforge.model.slips import PostSoftmaxScale, ReshapeWithoutTranspose
+from attnforge.model.transformer import (
     FeedForward,
-    GeneralAttention,
-    GeneralMultiHeadAttention,
     LearnedPositions,
-    MultiHeadAttention,
-    MultiHeadSelfAttention,
-    PatchAttention,
-    PatchAttentionClassifier,
-    PostSoftmaxScale,
-    ReshapeWithoutTranspose,
-    SelfAttention,
     SinusoidalPositions,
     TransformerEncoder,
     VisionTransformer,
-    WorkedExample,
-    merge_patches,
-    split_patches,
 )
+from attnforge.model.worked_example import WorkedExample
 from tests.support.identities import multi_head_by_slicing, selection_matrices
 
 

@@ -15,7 +15,8 @@ import attnforge
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Certificate
 from attnforge.export.attention.counted import counted
-from attnforge.model import MODELS, MultiHeadSelfAttention, build_model
+from attnforge.model import MODELS, build_model
+from attnforge.model.attention import MultiHeadSelfAttention
 from attnforge.runtime.backends.registry import why_not_here
 from tests.support.bundles import IN_BF16, IN_FP32, Deploy, example_of
 

@@ -10,11 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attnforge.errors import ShapeError, UnknownNameError, UsageError
-from attnforge.model import (
-    MODELS,
-    Example,
-    build_model,
-)
+from attnforge.model import MODELS, Example, build_model
 from tests.support.tensors import agree, differ
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnforge.model import (
-    MultiHeadSelfAttention,
-    PostSoftmaxScale,
-    ReshapeWithoutTranspose,
-    SelfAttention,
-)
+from attnforge.model.attention import MultiHeadSelfAttention, SelfAttention
+from attnforge.model.slips import PostSoftmaxScale, ReshapeWithoutTranspose
 from tests.support.tensors import agree, differ, randn, randomized
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnforge.model import (
-    WorkedExample,
-    worked_example,
-)
+from attnforge.model import worked_example
+from attnforge.model.worked_example import WorkedExample
 from tests.support.tensors import agree
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

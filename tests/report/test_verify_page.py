@@ -28,7 +28,8 @@ from attnforge.errors import BundleError, UnavailableError, UsageError
 from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.forms import FormChoice
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
-from attnforge.model import attention, build_model
+from attnforge.model import build_model
+from attnforge.model.attention import attention
 from attnforge.report import attention_maps as looking
 from attnforge.report import error_charts, map_pictures
 from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid

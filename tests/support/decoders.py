@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from torch import Tensor
 from torch.export import Dim
 
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Decoding
 from attnforge.export.graphs.execute import in_float64
-from attnforge.model import Decoder, Example, build_model
+from attnforge.model import Example, build_model
+from attnforge.model.decoder import Decoder
 from attnforge.model.registry import DynamicShapes
 
 PLACES, LONGEST, VOCABULARY = 40, 24, 50
@@ -53,6 +55,43 @@ def eager(kind: str, tokens: Array) -> Array:
     with torch.no_grad():
         logits: Array = module(torch.from_numpy(tokens)).numpy()
     return logits
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    lengths: Tensor | None = None,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the next tokens of every row in eager, (batch, max_new_tokens), one at a time, greedily at temperature 0
+    or sampled.
+
+    Args:
+        decoder: the decoder.
+        input_ids: the prompts, (batch, n) int64.
+        max_new_tokens: number of tokens per row.
+        lengths: lengths of the rows, (batch,) int64; the rest of each is padding. By default no row is padded.
+        temperature: divides the logits.
+        generator: draws the samples.
+    """
+    batch, tokens = input_ids.shape
+    past = torch.full((batch,), tokens) if lengths is None else lengths
+    cache = decoder.empty_cache(batch, tokens + max_new_tokens - 1)
+    last = decoder.step(input_ids, torch.zeros_like(past), cache)[torch.arange(batch), past - 1]
+    written: list[Tensor] = []
+    while True:
+        if temperature == 0:
+            written.append(last.argmax(-1))
+        else:
+            written.append(torch.multinomial((last / temperature).softmax(-1), 1, generator=generator).squeeze(1))
+        if len(written) == max_new_tokens:
+            return torch.stack(written, dim=1)
+        last = decoder.step(written[-1][:, None], past, cache)[:, -1]
+        past = past + 1
 
 
 def in_pieces(model: ir.Model, ids: Any, ends: Sequence[int], decoding: Decoding) -> Any:

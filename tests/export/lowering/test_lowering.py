@@ -24,7 +24,8 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.sources.torch_module import capture
 from attnforge.export.tensorrt.build import Plan, build
-from attnforge.model import MultiHeadSelfAttention, build_model
+from attnforge.model import build_model
+from attnforge.model.attention import MultiHeadSelfAttention
 from attnforge.precision import precision_named
 from tests.support.attends import CPU, OPT, SIZES, Attends, agree, run
 

@@ -44,7 +44,8 @@ from attnforge.export.precision.quantisation import Quantisation, error_of, prod
 from attnforge.export.precision.rounding import RoundedOperands, Scale, sites_for_int8, whole, with_errors
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
-from attnforge.model import MultiHeadAttention, build_model
+from attnforge.model import build_model
+from attnforge.model.attention import MultiHeadAttention
 from attnforge.model.data import real_data
 from attnforge.precision import precision_named
 from attnforge.runtime import cases

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import attnforge
 from attnforge.errors import InputError, RunError, UsageError
-from attnforge.model import Decoder
+from attnforge.model.decoder import Decoder
 from attnforge.runtime.decoding.generation import GREEDY, STOPPED, Sampler
 from attnforge.runtime.session import Session
-from tests.support.decoders import PLACES, DeployDecoder, decoder_example, ids
+from tests.support.decoders import PLACES, DeployDecoder, decoder_example, generate, ids
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,10 @@ def test_greedy_tokens_are_those_of_eager(session: Session) -> None:
     module = decoder_example("rotary").module
     assert isinstance(module, Decoder)
     prompts = ids(3, 5)
-    expected = module.generate(torch.from_numpy(prompts), 20).numpy()
+    expected = generate(module, torch.from_numpy(prompts), 20).numpy()
     assert np.array_equal(np.stack(list(session.generate(prompts, 20)), axis=1), expected)
     lengths = torch.tensor([2, 5, 3])
-    ragged = module.generate(torch.from_numpy(prompts), 20, lengths=lengths).numpy()
+    ragged = generate(module, torch.from_numpy(prompts), 20, lengths=lengths).numpy()
     rows = [row[:n] for row, n in zip(prompts, lengths, strict=True)]
     assert np.array_equal(np.stack(list(session.generate(rows, 20)), axis=1), ragged)
 

@@ -19,7 +19,8 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.lowering import blocks, openvino, tensorrt
 from attnforge.export.lowering import onnxruntime as lowering
 from attnforge.export.targets import onnxruntime as target
-from attnforge.model import Example, MultiHeadAttention, build_model
+from attnforge.model import Example, build_model
+from attnforge.model.attention import MultiHeadAttention
 from tests.support.random_decoders import CausalModel
 
 PRECISIONS = {
