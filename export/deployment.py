@@ -51,7 +51,7 @@ from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import Captured, DynamicShapes
 from attnforge.export.targets.openvino import own_graph
-from attnforge.export.targets.registry import TARGETS, Selection, begin, finish
+from attnforge.export.targets.registry import TARGETS, Selection, finish, unless_refused
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
@@ -309,7 +309,8 @@ def _save(d: Deployment, progress: Progress) -> None:
 
 
 def _lower(d: Deployment, progress: Progress, target: str) -> None:
-    d.begun[target] = begin(target, d.job, d.selection, progress)
+    """Lower a target, and let its builder work alongside this process."""
+    d.begun[target] = unless_refused(target, d.selection, lambda: TARGETS[target](d.job, progress))
 
 
 def _compute_reference(d: Deployment, progress: Progress) -> None:

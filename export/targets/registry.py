@@ -77,34 +77,15 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
     return Selection(chosen, frozenset((*(targets or ()), *require_fused)), skipped)
 
 
-def begin(target: str, job: Job, selection: Selection, progress: Progress) -> Finish | str:
-    """Start building a target: lower it, and let its builder work alongside this process.
-
-    Args:
-        target: name of the target.
-        job: what to build from.
-        selection: says whether the target must be built.
-        progress: receives the steps.
-
-    Returns:
-        a function that waits for the target, or why it cannot be built.
-
-    Raises:
-        BuildError: the builder refused a target that must be built.
-        UsageError: the builder does not support an option.
-    """
-    return _unless_refused(target, selection, lambda: TARGETS[target](job, progress))
-
-
 def finish(
-    begun: Mapping[str, Finish | str], selection: Selection, progress: Progress | None
+    begun: Mapping[str, Finish | str], selection: Selection, progress: Progress
 ) -> tuple[dict[str, Built], dict[str, str]]:
     """Wait for all targets.
 
     Args:
-        begun: what :func:`begin` returned for each target.
+        begun: for each target what waits for it, or why it cannot be built.
         selection: says which targets must be built.
-        progress: receives each plan that is waited for; None if there is none.
+        progress: receives each plan that is waited for.
 
     Returns:
         what was built for every target, and the builder's message for each that it refused.
@@ -115,15 +96,20 @@ def finish(
     """
     steps = Steps(progress)
     ended = {
-        target: wait if isinstance(wait, str) else _unless_refused(target, selection, partial(wait, steps))
+        target: wait if isinstance(wait, str) else unless_refused(target, selection, partial(wait, steps))
         for target, wait in begun.items()
     }
     refused = {target: result for target, result in ended.items() if isinstance(result, str)}
     return {target: result for target, result in ended.items() if not isinstance(result, str)}, refused
 
 
-def _unless_refused(target: str, selection: Selection, build: Callable[[], T]) -> T | str:
-    """Return the result of `build`, or the builder's message if it refused a target that need not be built."""
+def unless_refused(target: str, selection: Selection, build: Callable[[], T]) -> T | str:
+    """Return the result of `build`, or the builder's message if it refused a target that need not be built.
+
+    Raises:
+        BuildError: the builder refused a target that must be built.
+        UsageError: the builder does not support an option.
+    """
     try:
         return build()
     except BuildError as error:
