@@ -27,15 +27,13 @@ from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, atte
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import Builder
 from attnforge.export.graphs.passes import SitesResult
-from attnforge.export.graphs.qdq import INT8, rounded_to
+from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.forms import NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.products import products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
-
-FLOAT = ir.DataType.FLOAT
 
 CANONICAL_FORM = "Attention"
 

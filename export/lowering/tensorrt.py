@@ -60,7 +60,7 @@ from attnforge.export.lowering.forms import usual
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 
-BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
+BOOL = ir.DataType.BOOL
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Range of head sizes of the fused kernels."""

@@ -39,11 +39,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
-from attnforge.export.graphs.qdq import SCHEMES, Scheme, is_lookup, rounded_to
+from attnforge.export.graphs.qdq import FLOAT, SCHEMES, Scheme, is_lookup, rounded_to
 from attnforge.runtime.parity.budget import relative_error
-
-FLOAT = ir.DataType.FLOAT
-
 
 INT8 = SCHEMES["int8"]
 
