@@ -101,8 +101,7 @@ def _out_of_range(trace: Trace) -> Finding | None:
 def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
     """The first tensor with numbers that became zero, among all that `tensor` is computed from."""
     names = {other.name for other in trace.tensors}
-    before = upstream(inputs_of(tensor.node), lambda value: value.name not in names)
-    ancestors = {value.name for value in before}
+    ancestors = {value.name for value in upstream(inputs_of(tensor.node), lambda value: value.name not in names)}
     return next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.bundle import Certificate
+from attnforge.bundle import Certificate, SiteRecord
 from attnforge.export.diagnosis.stages import StageGraph, module_of
 from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.graphs.execute import as_it_is, in_float64
@@ -84,10 +84,11 @@ def _parting(
     differences, same = _differences(before.model, after.model, common, feeds)
     tensor = next((name for name in common if differences[name] > same), outputs[0])
     region, inputs = region_of(after.model, tensor, {name for name in common if differences[name] <= same})
-    node = region[-1]
-    rule = _altered(before.model, after.model, region) or _rule(before, after, region, certificate)
-    sites = [detail.site for detail in certificate.details]
-    module = next((s for s in sites if any((n.name or "").startswith(f"{s}/") for n in region)), module_of(node))
+    names = [node.name or "" for node in region]
+    sites = (d for d in certificate.details if any(name.startswith(f"{d.site}/") for name in names))
+    site = next(sites, None)
+    rule = _altered(before.model, after.model, region) or _rule(before, after, region[-1], site)
+    module = site.site if site is not None else module_of(region[-1])
     return Parting(before, after, tensor, module, rule, differences.get(tensor, np.inf), inputs)
 
 
@@ -146,17 +147,14 @@ def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> st
     return None
 
 
-def _rule(before: StageGraph, after: StageGraph, region: Sequence[ir.Node], certificate: Certificate) -> str:
-    """A description of the rewrite in a region."""
-    for detail in certificate.details:
-        if any((node.name or "").startswith(f"{detail.site}/") for node in region):
-            if after.name == "canonical":
-                return f"canonicalize: {detail.written_as} to {detail.form or 'Attention'}"
-            form = detail.targets[after.name].form if after.name in detail.targets else "its form"
-            return f"lowering for {after.name}: Attention to {form}"
-    known = {node.name: node for node in before.model.graph}
-    node = region[-1]
-    was = known.get(node.name)
+def _rule(before: StageGraph, after: StageGraph, node: ir.Node, site: SiteRecord | None) -> str:
+    """A description of the rewrite of a node, which is part of a site or not."""
+    if site is not None:
+        if after.name == "canonical":
+            return f"canonicalize: {site.written_as} to {site.form or 'Attention'}"
+        form = site.targets[after.name].form if after.name in site.targets else "its form"
+        return f"lowering for {after.name}: Attention to {form}"
+    was = {node.name: node for node in before.model.graph}.get(node.name)
     if was is not None and was.op_type != node.op_type:
         return f"{was.op_type} became {node.op_type} ({node.name})"
     return f"{node.op_type} ({node.name}) has other attributes or operands"
