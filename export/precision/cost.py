@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import onnx_ir as ir
 
 from attnforge.export.flops import known_flops
@@ -15,13 +13,13 @@ RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
 their ratios matter here."""
 
 
-def cost_of(node: ir.Node, sizes: Mapping[str, int], is_high: bool) -> float:
+def cost_of(node: ir.Node, numbers: Numbers, is_high: bool) -> float:
     """Estimated seconds of an operator, from its products and the memory that it reads and writes.
 
     Args:
         node: the operator; inputs and outputs whose shape is not known do not count.
-        sizes: sizes of the symbols in them.
+        numbers: counts the elements of inputs and outputs.
         is_high: whether it computes in fp32 rather than in 16 bits.
     """
-    numbers = sum(map(Numbers(sizes), (*inputs_of(node), *node.outputs)))
-    return known_flops(node, sizes) / (RATE_32 if is_high else RATE_16) + numbers * (4 if is_high else 2) / BANDWIDTH
+    moved = sum(map(numbers, (*inputs_of(node), *node.outputs))) * (4 if is_high else 2)
+    return known_flops(node, numbers.sizes) / (RATE_32 if is_high else RATE_16) + moved / BANDWIDTH
