@@ -10,7 +10,7 @@ import onnx_ir as ir
 from attnforge.bench.limits import Work
 from attnforge.export.flops import PRODUCTS, attention_scores, product_flops
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
-from attnforge.export.masks.visibility import Unsized, visibility
+from attnforge.export.masks.visibility import visibility
 from attnforge.export.precision.assign import MOVERS
 
 SOFTMAX = 5
@@ -159,7 +159,7 @@ def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[
     if key not in shares:
         try:
             shares[key] = visibility(node).share(sizes)
-        except Unsized:
+        except Unmeasurable:
             return scores
     return batch * heads * round(shares[key] * n_q * n_k)
 
