@@ -112,19 +112,12 @@ def _share(visible: Visibility, sizes: Mapping[str, int]) -> float | None:
 
 
 def _region(region: PairRegion) -> VisibleRegion:
-    blocks = region.blocks
-    return VisibleRegion(
-        band=_ends(region.band.negated()),
-        blocks=None
-        if blocks is None
-        else VisibleBlocks(
-            size=blocks.size,
-            shifts=(_number(blocks.query), _number(blocks.key)),
-            numbers=_ends(blocks.numbers.negated()),
-        ),
-        queries=_ends(region.queries),
-        keys=_ends(region.keys),
-    )
+    band, queries, keys = map(_ends, (region.band.negated(), region.queries, region.keys))
+    blocks = None
+    if region.blocks is not None:
+        shifts = (_number(region.blocks.query), _number(region.blocks.key))
+        blocks = VisibleBlocks(size=region.blocks.size, shifts=shifts, numbers=_ends(region.blocks.numbers.negated()))
+    return VisibleRegion(band=band, blocks=blocks, queries=queries, keys=keys)
 
 
 def _ends(interval: Interval) -> Ends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -30,6 +31,7 @@ from attnforge.bundle import (
     graph_tensors,
 )
 from attnforge.certificate import SiteMask
+from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.attention.roles import note_roles
 from attnforge.export.certificate import certify, check_fused, masks_of
@@ -51,13 +53,13 @@ from attnforge.export.sources.onnx_file import Imported
 from attnforge.export.sources.source import Model, open_source
 from attnforge.export.sources.torch_module import Captured, DynamicShapes
 from attnforge.export.targets.openvino import own_graph
-from attnforge.export.targets.registry import TARGETS, Selection, begin, finish
+from attnforge.export.targets.registry import TARGETS, Selection
 from attnforge.export.targets.target import Built, Finish, Job
 from attnforge.export.tensorrt.build import Builders, profiles_of
 from attnforge.machine import tool_versions
 from attnforge.memory import give_back
 from attnforge.precision import Precision
-from attnforge.progress import Progress, Stages
+from attnforge.progress import Progress, Stages, Steps
 from attnforge.runtime.cases import WHOLE_CACHE, sizes_at
 
 SMALL = 32 * 2**20
@@ -101,10 +103,10 @@ class Deployment:
         decoding: the record of the decoder step; None without caches.
         expected: computes the expected contents of caches.
         job: what targets are built from.
-        begun: for each target what waits for it, or why it was refused.
+        begun: for each target what waits for it.
+        refused: the builder's message for each target that it refused.
         cases: the reference cases.
         built: the targets that were built, by name.
-        refused: the builder's message for each target that it refused.
     """
 
     module: Model
@@ -135,10 +137,10 @@ class Deployment:
     decoding: Decoding | None = None
     expected: ExpectedCaches | None = None
     job: Job = field(init=False)
-    begun: dict[str, Finish | str] = field(default_factory=dict)
+    begun: dict[str, Finish] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     cases: list[Case] = field(init=False)
-    built: dict[str, Built] = field(init=False)
-    refused: dict[str, str] = field(init=False)
+    built: dict[str, Built] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -309,7 +311,24 @@ def _save(d: Deployment, progress: Progress) -> None:
 
 
 def _lower(d: Deployment, progress: Progress, target: str) -> None:
-    d.begun[target] = begin(target, d.job, d.selection, progress)
+    """Lower a target, and let its builder work alongside this process."""
+    with _refusable(d, target):
+        d.begun[target] = TARGETS[target](d.job, progress)
+
+
+@contextmanager
+def _refusable(d: Deployment, target: str) -> Iterator[None]:
+    """Note the message of a builder that refuses a target, unless that must be built.
+
+    Raises:
+        BuildError: the builder refused a target that must be built.
+    """
+    try:
+        yield
+    except BuildError as error:
+        if target in d.selection.named:
+            raise
+        d.refused[target] = str(error)
 
 
 def _compute_reference(d: Deployment, progress: Progress) -> None:
@@ -326,7 +345,10 @@ def _compute_reference(d: Deployment, progress: Progress) -> None:
 
 
 def _finish(d: Deployment, progress: Progress) -> None:
-    d.built, d.refused = finish(d.begun, d.selection, progress)
+    steps = Steps(progress)
+    for target, wait in d.begun.items():
+        with _refusable(d, target):
+            d.built[target] = wait(steps)
 
 
 def _lower_for_openvino(d: Deployment, progress: Progress) -> None:

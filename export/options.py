@@ -382,9 +382,7 @@ class DeployOptions:
             return self._of_pictures(inputs, Path(values))
         if isinstance(values, str | os.PathLike):
             values = read_inputs(inputs, [os.fspath(values)], ignored=[LABELS])
-        if not isinstance(values, Mapping):
-            return [by_name(inputs, values)]
-        return [dict(zip((spec.name for spec in inputs), in_order(inputs, values), strict=True))]
+        return [by_name(inputs, in_order(inputs, values) if isinstance(values, Mapping) else values)]
 
     def _of_pictures(self, inputs: list[TensorSpec], path: Path) -> list[dict[str, Any]]:
         """A picture, or those of a folder, in batches if all become one size."""

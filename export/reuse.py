@@ -24,7 +24,7 @@ from attnforge.bundle import (
     SessionSettings,
 )
 from attnforge.cache import DeployCache
-from attnforge.export.lowering.forms import FormChoice
+from attnforge.export.lowering.attention import FormChoice
 from attnforge.export.reference import Data, ReferenceModel
 from attnforge.export.tensorrt.process import Answer, Request
 from attnforge.files import sha256

@@ -80,7 +80,7 @@ class Numbers:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
         self._known: dict[str, int] = {}
 
     def __call__(self, value: ir.Value) -> int:
@@ -88,7 +88,7 @@ class Numbers:
         if shape not in self._known:
             self._known[shape] = 0
             with suppress(Unmeasurable):
-                self._known[shape] = prod(shape_at(value, self._sizes))
+                self._known[shape] = prod(shape_at(value, self.sizes))
         return self._known[shape]
 
 

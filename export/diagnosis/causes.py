@@ -1,12 +1,9 @@
-"""The tensor at which an error begins, and the cause of the error, which is named only if the numbers prove it.
-
-The :data:`FINDERS` run in order; the first that proves a cause decides, and the last always has one.
-"""
+"""The tensor at which an error begins, and the cause of the error, which is named only if the numbers prove it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -47,8 +44,18 @@ def out_of_range(trace: Trace) -> Finding | None:
 
 
 def first_cause(trace: Trace) -> Finding:
-    """The first tensor whose error its inputs do not explain, or that amplifies its inputs' error."""
-    return next(finding for find in FINDERS if (finding := find(trace)) is not None)
+    """The first tensor whose error its inputs do not explain, or that amplifies its inputs' error.
+
+    The first finder that proves a cause decides, and the last always has one.
+    """
+    return (
+        out_of_range(trace)
+        or _lost_to_zero(trace)
+        or _wrong_in_itself(trace)
+        or _amplified(trace)
+        or _accumulated(trace)
+        or _only_rounding(trace)
+    )
 
 
 # --- out of range -----------------------------------------------------------------------------------------------------
@@ -94,8 +101,7 @@ def _out_of_range(trace: Trace) -> Finding | None:
 def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
     """The first tensor with numbers that became zero, among all that `tensor` is computed from."""
     names = {other.name for other in trace.tensors}
-    before = upstream(inputs_of(tensor.node), lambda value: value.name not in names)
-    ancestors = {value.name for value in before}
+    ancestors = {value.name for value in upstream(inputs_of(tensor.node), lambda value: value.name not in names)}
     return next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
 
 
@@ -297,17 +303,3 @@ def _roundings(trace: Trace) -> tuple[int, float]:
     """The number of rounded results, and the largest unit roundoff among them."""
     units = [tensor.unit for tensor in trace.tensors if tensor.own > 0]
     return len(units), max(units or [tensor.unit for tensor in trace.tensors])
-
-
-Finder = Callable[[Trace], Finding | None]
-
-FINDERS: tuple[Finder, ...] = (
-    _parameters_out_of_range,
-    _out_of_range,
-    _lost_to_zero,
-    _wrong_in_itself,
-    _amplified,
-    _accumulated,
-    _only_rounding,
-)
-"""Run in this order."""

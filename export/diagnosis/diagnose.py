@@ -97,14 +97,11 @@ class Diagnosis(Record):
     def healthy(self) -> bool:
         """Whether every backend passes, the graphs are one function, and nothing is to blame but rounding, or clipping
         whose error is within what quantising may cost."""
-        return not self.failing and (self.finding.cause in COSTS or self._clips_little)
-
-    @property
-    def _clips_little(self) -> bool:
-        """The gate only sees real data, within whose ranges nothing is clipped; other cases may be far off."""
-        if self.finding.cause != "clipping" or self.eager_error is None or self.allowed is None:
+        if self.failing:
             return False
-        return self.eager_error <= self.allowed
+        if self.finding.cause != "clipping" or self.eager_error is None or self.allowed is None:
+            return self.finding.cause in COSTS
+        return self.eager_error <= self.allowed  # the gate only sees real data, and other cases may be far off
 
 
 @guessable()

@@ -1,11 +1,8 @@
-"""The possible findings of a diagnosis, and the finders that look for it.
-
-The :data:`FINDERS` run in order, and the first that finds something decides.
-"""
+"""The possible findings of a diagnosis, and the finders that look for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,8 +63,15 @@ class Examination:
 
 def first_finding(examination: Examination) -> Finding:
     """The finding of the first finder that has one; otherwise the cost of the precision."""
-    findings = (find(examination) for find in FINDERS)
-    return next((finding for finding in findings if finding is not None), examination.of_precision)
+    return (
+        _recorded(examination)
+        or _wrong_rewrite(examination)
+        or _wrong_backend(examination)
+        or _precision(examination)
+        or _wrong_export(examination)
+        or another_reference(examination.trace.error, examination.eager_error, examination.bundle.manifest)
+        or examination.of_precision
+    )
 
 
 def _recorded(examination: Examination) -> Finding | None:
@@ -143,10 +147,6 @@ def _wrong_export(examination: Examination) -> Finding | None:
     )
 
 
-def _wrong_reference(examination: Examination) -> Finding | None:
-    return another_reference(examination.trace.error, examination.eager_error, examination.bundle.manifest)
-
-
 def another_reference(error: float, eager_error: float | None, manifest: Manifest) -> Finding | None:
     """A finding if the eager that the bundle was checked against has an error that its graph cannot have.
 
@@ -165,9 +165,3 @@ def another_reference(error: float, eager_error: float | None, manifest: Manifes
         f"{manifest.reference} was {scientific(eager_error)} off its own: one of the two computes something else, so "
         "budgets are too wide",
     )
-
-
-FINDERS: tuple[Callable[[Examination], Finding | None], ...] = (
-    _recorded, _wrong_rewrite, _wrong_backend, _precision, _wrong_export, _wrong_reference,
-)  # fmt: skip
-"""Run in this order."""

@@ -122,15 +122,10 @@ def steps_of(model: ir.Model) -> list[Rounding]:
                 scheme=SCHEMES["int8" if quantise.outputs[0].dtype == INT8 else "fp8"],
                 module=module_of(first),
                 users=tuple(str(reader.name) for reader in readers),
-                is_input=all(_has_weight(reader) for reader in readers),
+                is_input=all(reader.op_type == "MatMul" and input_of(reader, 1).is_initializer() for reader in readers),
             )
         )
     return steps
-
-
-def _has_weight(node: ir.Node) -> bool:
-    weight = node.inputs[1] if node.op_type == "MatMul" else None
-    return weight is not None and weight.is_initializer()
 
 
 def costliest_step(trace: Trace, quantised: Quantised) -> Finding:
@@ -229,12 +224,10 @@ def _outliers(step: Rounding, source: Array) -> tuple[Cause, str] | None:
     count = next(
         (k for k in range(1, few + 1) if len(peaks) > k and peaks[order[k]] * OUTLIER <= peaks[order[k - 1]]), None
     )
-    if count is None or peaks[order[0]] > 0 == peaks[order[count]]:
+    if count is None or not peaks[order[count]]:
         return None
     others = np.sort(order[count:])
     rest = rows[:, others]
-    if not peaks[others].any():
-        return None
     range_of_rest = peaks[others].max() / step.scheme.most
     error, alone = (float(np.linalg.norm(rounded(step, rest, scale) - rest)) for scale in (step.scale, range_of_rest))
     if alone > HALVED * error:

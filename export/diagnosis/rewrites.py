@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.arrays import Array, is_floating
-from attnforge.bundle import Certificate
+from attnforge.arrays import Array
+from attnforge.bundle import Certificate, SiteRecord
 from attnforge.export.diagnosis.stages import StageGraph, module_of
 from attnforge.export.diagnosis.trace import error_of
-from attnforge.export.graphs.execute import Tensors, as_it_is, in_float64
+from attnforge.export.graphs.execute import as_it_is, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
-from attnforge.export.graphs.nodes import upstream
+from attnforge.export.graphs.nodes import numpy_type, upstream
 from attnforge.export.graphs.parts import computed, part_of, values_of
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, retype
@@ -84,10 +84,11 @@ def _parting(
     differences, same = _differences(before.model, after.model, common, feeds)
     tensor = next((name for name in common if differences[name] > same), outputs[0])
     region, inputs = region_of(after.model, tensor, {name for name in common if differences[name] <= same})
-    node = region[-1]
-    rule = _altered(before.model, after.model, region) or _rule(before, after, region, certificate)
-    sites = [detail.site for detail in certificate.details]
-    module = next((s for s in sites if any((n.name or "").startswith(f"{s}/") for n in region)), module_of(node))
+    names = [node.name or "" for node in region]
+    sites = (d for d in certificate.details if any(name.startswith(f"{d.site}/") for name in names))
+    site = next(sites, None)
+    rule = _altered(before.model, after.model, region) or _rule(before, after, region[-1], site)
+    module = site.site if site is not None else module_of(region[-1])
     return Parting(before, after, tensor, module, rule, differences.get(tensor, np.inf), inputs)
 
 
@@ -146,17 +147,14 @@ def _altered(before: ir.Model, after: ir.Model, region: Sequence[ir.Node]) -> st
     return None
 
 
-def _rule(before: StageGraph, after: StageGraph, region: Sequence[ir.Node], certificate: Certificate) -> str:
-    """A description of the rewrite in a region."""
-    for detail in certificate.details:
-        if any((node.name or "").startswith(f"{detail.site}/") for node in region):
-            if after.name == "canonical":
-                return f"canonicalize: {detail.written_as} to {detail.form or 'Attention'}"
-            form = detail.targets[after.name].form if after.name in detail.targets else "its form"
-            return f"lowering for {after.name}: Attention to {form}"
-    known = {node.name: node for node in before.model.graph}
-    node = region[-1]
-    was = known.get(node.name)
+def _rule(before: StageGraph, after: StageGraph, node: ir.Node, site: SiteRecord | None) -> str:
+    """A description of the rewrite of a node, which is part of a site or not."""
+    if site is not None:
+        if after.name == "canonical":
+            return f"canonicalize: {site.written_as} to {site.form or 'Attention'}"
+        form = site.targets[after.name].form if after.name in site.targets else "its form"
+        return f"lowering for {after.name}: Attention to {form}"
+    was = {node.name: node for node in before.model.graph}.get(node.name)
     if was is not None and was.op_type != node.op_type:
         return f"{was.op_type} became {node.op_type} ({node.name})"
     return f"{node.op_type} ({node.name}) has other attributes or operands"
@@ -180,36 +178,18 @@ def write_reproduction(parting: Parting, feeds: Mapping[str, Array], folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     after = part_of(parting.after.model, [parting.tensor], parting.inputs)
     known = {*computed(parting.before.model), *feeds}
-    shared = [name for name in _inputs(after) if name in known]
+    shared = [str(value.name) for value in after.graph.inputs if value.name in known]
     before = part_of(parting.before.model, [parting.tensor], shared)
-    names = list(dict.fromkeys([*_inputs(after), *_inputs(before)]))
-    tensors = _tensors(parting.before.model, names, feeds)
-    _of_one_type(before, after)
-    save(after, folder / "after.onnx")
-    save(before, folder / "before.onnx")
-    dtypes = {str(v.name): v.dtype for model in (before, after) for v in model.graph.inputs}
-    arrays = {
-        name: array.astype(dtype.numpy()) if is_floating(array) and (dtype := dtypes.get(name)) is not None else array
-        for name, array in tensors.items()
-    }
-    np.savez(folder / "inputs.npz", **arrays)  # type: ignore[arg-type]
-    return [folder / name for name in ("before.onnx", "after.onnx", "inputs.npz")]
-
-
-def _inputs(model: ir.Model) -> list[str]:
-    return [str(value.name) for value in model.graph.inputs]
-
-
-def _of_one_type(before: ir.Model, after: ir.Model) -> None:
-    """Convert both parts to fp32 if one is, so that they take the same inputs."""
-    types = [{v.dtype for v in model.graph.inputs} for model in (before, after)]
-    if types[0] != types[1]:
-        for model in (before, after):
-            retype(model, LOW, FLOAT, least_stays_least=False)
-
-
-def _tensors(model: ir.Model, names: Sequence[str], feeds: Mapping[str, Array]) -> Tensors:
-    """Inputs and computed tensors by name, the latter in float64."""
-    wanted = [name for name in names if name not in feeds]
-    results = in_float64(model, wanted)(feeds) if wanted else {}
-    return {name: feeds[name] if name in feeds else results[name] for name in names}
+    parts = (before, after)
+    if {v.dtype for v in before.graph.inputs} != {v.dtype for v in after.graph.inputs}:  # then one is fp32
+        for part in parts:
+            retype(part, LOW, FLOAT, least_stays_least=False)
+    inputs = {str(value.name): numpy_type(value) for part in parts for value in part.graph.inputs}
+    inside = [name for name in inputs if name not in feeds]
+    tensors = {**feeds, **(in_float64(parting.before.model, inside)(feeds) if inside else {})}
+    arrays = {name: tensors[name].astype(dtype, copy=False) for name, dtype in inputs.items()}
+    files = [folder / name for name in ("before.onnx", "after.onnx", "inputs.npz")]
+    for part, file in zip(parts, files, strict=False):
+        save(part, file)
+    np.savez(files[-1], **arrays)  # type: ignore[arg-type]
+    return files

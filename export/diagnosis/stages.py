@@ -46,12 +46,10 @@ def stages(bundle: Bundle, *, of_step: bool = False) -> list[StageGraph]:
     graphs = [StageGraph("canonical", decomposed(canonical, sites_of(bundle.manifest.attention)))]
     if PLAIN in bundle.manifest.files and not of_step:
         graphs.insert(0, StageGraph("plain", with_weights_of(load_graph(bundle, PLAIN), canonical)))
-    files: set[str] = set()
+    targets: dict[str, str] = {}
     for target, record in bundle.manifest.targets.items():
-        if record.model not in files:  # both TensorRTs parse one file
-            files.add(record.model)
-            graphs.append(StageGraph(target, graph_of(bundle, record.model)))
-    return graphs
+        targets.setdefault(record.model, target)  # both TensorRTs parse one file
+    return [*graphs, *(StageGraph(target, graph_of(bundle, file)) for file, target in targets.items())]
 
 
 def sites_of(certificate: Certificate) -> list[Site]:

@@ -30,26 +30,35 @@ HEADS_FIRST = (("H", "n_q", "d_k"), ("H_kv", "n_k", "d_k"), ("H_kv", "n_k", "d_v
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """One site as written by a lowering.
+class FormChoice:
+    """The form that was chosen for a site.
 
     Attributes:
-        site: name of the site.
-        form: the operators or the fused operator that now compute it.
-        why: why this form was chosen.
-        node: name of the node by which the site is identified in the compiled graph.
-        unfused: why no fused kernel is expected; None if one is.
+        form: name of the form: the operators, or the fused operator, that compute the site.
+        why: why it was chosen.
         measured: milliseconds of every form that was timed.
         dropped: why each form that was tried was not timed.
     """
 
-    site: str
     form: str
     why: str
-    node: str
-    unfused: str | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered(FormChoice):
+    """One site as written by a lowering, in the form that was chosen for it.
+
+    Attributes:
+        site: name of the site.
+        node: name of the node by which the site is identified in the compiled graph.
+        unfused: why no fused kernel is expected; None if one is.
+    """
+
+    site: str
+    node: str
+    unfused: str | None = None
 
 
 ByHead = tuple[float, ...]
@@ -263,21 +272,18 @@ def _cached(node: ir.Node) -> Cached | None:
     if seen is None:
         return None
     read = [before_sinks(input_of(node, i)) for i in (1, 2)]
-    written = [writer_of(value) for value in read]
-    (key, new_key, past), (value, new_value, _) = (writer.inputs for writer in written)
-    next_key, next_value = (writer.outputs[0] for writer in written)
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    values = (graph.inputs[0], past, new_key, new_value, key, value, next_key, next_value)
-    assert all(isinstance(value, ir.Value) for value in values)
+    writers = [writer_of(value) for value in read]
+    (key, value), (new_key, new_value) = ([input_of(writer, i) for writer in writers] for i in (0, 1))
     rounded = [InInt8.of_stored(*pair) for pair in zip((new_key, new_value), read, strict=True)]
     in_int8 = (rounded[0], rounded[1]) if rounded[0] is not None and rounded[1] is not None else None
-    return Cached(*values, seen=seen, in_int8=in_int8)  # type: ignore[arg-type]
+    next_key, next_value = (writer.outputs[0] for writer in writers)
+    assert isinstance(node.graph, ir.Graph)
+    tokens, past = node.graph.inputs[0], input_of(writers[0], 2)
+    return Cached(tokens, past, new_key, new_value, key, value, next_key, next_value, seen, in_int8)
 
 
-def writer_of(read: ir.Value | None) -> ir.Node:
+def writer_of(read: ir.Value) -> ir.Node:
     """The TensorScatter that writes the cache from which keys or values, without sinks, are read."""
-    assert read is not None
     stored = stored_before(read)
     writer = (read if stored is None else stored).producer()
     assert writer is not None and writer.op_type == "TensorScatter"
@@ -286,10 +292,9 @@ def writer_of(read: ir.Value | None) -> ir.Node:
 
 def attention_of(node: ir.Node) -> Attention:
     """A canonical node as lowerings read it."""
-    query, key, value = node.inputs[:3]
-    assert query is not None and key is not None and value is not None and query.dtype is not None
-    dtype = query.dtype
-    scales = None
+    query, key, value = (input_of(node, i) for i in range(3))
+    dtype, scales = query.dtype, None
+    assert dtype is not None
     if (rounded := before_fp8(query, key, value)) is not None:
         (query, key, value), scales = rounded
     axes = _axes(query, key, value)

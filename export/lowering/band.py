@@ -105,22 +105,20 @@ def band_of(node: ir.Node, seen: Visibility) -> Band | None:
     None if it leaves something else visible; if a query's own key is outside the band; or if the rest of the mask
     cannot be computed in blocks, or leaves fully masked rows that do not get zeros.
     """
-    band = _first(seen) if seen.n_q == seen.n_k else None
+    if (parts := _parts(seen)) is None:
+        return None
+    region, first_keys, first_queries = parts
+    band = _band(region)
     if band is None or not band.between(0, 0) or not is_by_blocks(node, seen):
         return None
-    return replace(band, is_all=not seen.residue)
-
-
-def _first(seen: Visibility) -> Band | None:
-    """The band of a region, with the first keys and queries of the others; None if the regions are of other kinds."""
-    parts = _parts(seen)
-    band = None if parts is None else _band(parts[0])
-    return None if parts is None or band is None else replace(band, first_keys=parts[1], first_queries=parts[2])
+    return replace(band, is_all=not seen.residue, first_keys=first_keys, first_queries=first_queries)
 
 
 def _parts(seen: Visibility) -> tuple[PairRegion, int, int] | None:
     """The one region of all queries and keys, how many first keys every query also sees, and how many first queries see
-    every key; None if the regions are of other kinds."""
+    every key, with as many queries as keys; None if the regions are of other kinds."""
+    if seen.n_q != seen.n_k:
+        return None
     whole: list[PairRegion] = []
     first = {"keys": 0, "queries": 0}
     for region in seen.regions:
@@ -196,7 +194,8 @@ def residue_of(node: ir.Node, seen: Visibility) -> Residue:
 def _prefix(seen: Visibility) -> int | None:
     """The number of first keys that every query sees in addition to those that are not later, with as many queries as
     keys; None if it sees others."""
-    parts = _parts(seen) if seen.n_q == seen.n_k else None
-    if parts is None or parts[2] or parts[0].blocks is not None or _numbers(parts[0].band) != (0, None):
+    if (parts := _parts(seen)) is None:
         return None
-    return parts[1]
+    region, first_keys, first_queries = parts
+    is_triangle = region.blocks is None and _numbers(region.band) == (0, None)
+    return first_keys if is_triangle and not first_queries else None

@@ -51,10 +51,10 @@ def forms_in_blocks(
         many: whether there are so many scores that blocks may pay.
         more: the end of each form's name.
     """
-    band = a.band if a.has_static_heads else None
-    widths = band.widths(BLOCKS) if band is not None else []
+    if (band := a.band) is None or not a.has_static_heads:
+        return
+    widths = band.widths(BLOCKS)
     for width in widths:
-        assert band is not None
         is_preferred = width == next((width for width in widths if width >= band.span), widths[-1])
         pays = many and is_preferred and 2 * band.products(width, tokens) <= tokens**2
         name = f"{form}, blocks of {width} × {band.wide(width)}{more}"
@@ -105,7 +105,6 @@ def _first_queries(op: Builder, a: Attention, operands: list[ir.Value]) -> Atten
 
     def cut(op: Builder, x: ir.Value) -> ir.Value:
         batch, heads, n_q, n_k = dims_of(x)
-        assert x.dtype is not None
         return x if n_q == 1 else typed(op.Gather(x, rows, axis=2), x.dtype, [batch, heads, count, n_k])
 
     mask = None if a.band.is_all else mask_at_blocks(op, a.node, cut)
@@ -184,13 +183,11 @@ class _Cut:
         op, heads, ends = self._op, dims_of(mask)[2], (self._width, self.wide)
         batch = op.Concat(op.Shape(self._query, start=0, end=1), constant(op, [1, 1, 1, 1]), axis=0)
         shape = op.Concat(constant(op, [-1]), op.Shape(mask, start=2, end=3), constant(op, ends), axis=0)
-        assert mask.dtype is not None
         return typed(op.Reshape(op.Expand(mask, batch), shape), mask.dtype, [samples.dim(), heads, *ends])
 
     def pairs(self, op: Builder, x: ir.Value) -> ir.Value:
         """`(batch, heads, queries, keys)` as `(batch, blocks, heads, width, wide)`; each input dim may be 1."""
         batch, heads, n_q, n_k = dims_of(x)
-        assert x.dtype is not None
         blocks: int | ir.SymbolicDim = ir.SymbolicDim(None)
         if n_q == 1 and n_k == 1:
             return typed(op.Unsqueeze(x, constant(op, [1])), x.dtype, [batch, 1, heads, 1, 1])

@@ -113,7 +113,6 @@ class _Cut:
     def pairs(self, op: Builder, x: ir.Value, number: int) -> ir.Value:
         """The pairs of a block from `(batch, heads, queries, keys)`, of which each dim may be 1."""
         (batch, heads, *sides), dtype = dims_of(x), x.dtype
-        assert dtype is not None
         for axis, side in zip((2, 3), sides, strict=True):
             if side != 1:
                 x = self.rows(self.filled(x, axis), axis, number, of_keys=axis == 3)

@@ -7,7 +7,7 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -51,23 +51,6 @@ class Candidate:
     materialises_scores: bool = True
     projects: bool = False
     tolerance: float = TOLERANCE
-
-
-@dataclass(frozen=True)
-class FormChoice:
-    """The form that was chosen for a site.
-
-    Attributes:
-        form: name of the form.
-        why: why it was chosen.
-        measured: milliseconds of every form that was timed.
-        dropped: why each form that was tried was not timed.
-    """
-
-    form: str
-    why: str
-    measured: Mapping[str, float] = field(default_factory=dict)
-    dropped: Mapping[str, str] = field(default_factory=dict)
 
 
 def write(graph: ir.Graph, a: Attention, candidate: Candidate) -> None:

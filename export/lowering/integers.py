@@ -35,6 +35,7 @@ from attnforge.export.graphs.build import (
     replace_value,
     typed,
 )
+from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.qdq import FP8, Between, Lookup, is_of_fp8, lookups_in_8_bits, products_between
 
 FLOAT, INT8, UINT8 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.UINT8
@@ -128,8 +129,7 @@ def casts_for_fp8(model: ir.Model) -> PassResult:
 
 
 def _by_cast(op: Builder, node: ir.Node) -> ir.Value:
-    x, scale, *_ = node.inputs
-    assert x is not None
+    x, scale = input_of(node), node.inputs[1]
     if node.op_type == "QuantizeLinear":
         return cast(op, like(op.Div(x, scale), x), FP8)
     return like(op.Mul(cast(op, x, FLOAT), scale), node.outputs[0])

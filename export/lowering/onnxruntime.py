@@ -40,18 +40,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Layout, effort, needs_transpose
+from attnforge.export.attention.layout import Layout, effort
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import (
-    Builder,
-    cast,
-    constant,
-    dims_of,
-    initializer,
-    like,
-    typed,
-)
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, initializer, like, typed
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.graphs.types import in_fp32, widen
@@ -61,7 +53,7 @@ from attnforge.export.lowering.cached import caches, group_query, is_for_group_q
 from attnforge.export.lowering.forms import CONTRIB, NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
-from attnforge.export.lowering.products import decompose, mask_steps
+from attnforge.export.lowering.products import mask_steps, products
 from attnforge.export.lowering.tuning import Tuner, lower_sites
 from attnforge.export.masks.at_blocks import mask_by_key
 
@@ -163,15 +155,15 @@ def candidates_for(
                 found.append(Candidate("Attention", f"{site}/Attention", _standard, False, "only if measured"))
         found = [*_by_key(site, a, many), *found]  # no other form that pays computes such a mask
     why = _why_products(a, scores)
-    return [Candidate(_products_form(a), f"{site}/Softmax", _products, True, why, fused=False), *found]
+    return [Candidate(_products_form(a), f"{site}/Softmax", products, True, why, fused=False), *found]
 
 
 def _of_step(site: str, a: Attention, on_cpu: bool) -> list[Candidate]:
     """The forms of attention over a cache, the plain products first."""
     assert a.cached is not None
-    why, products = "reads only the filled part of the cache", partial(over_filled, attend=_products)
+    why, emit = "reads only the filled part of the cache", partial(over_filled, attend=products)
     form = f"{_products_form(a)}, filled part"
-    found = [Candidate(form, f"{site}/Softmax", products, True, why, fused=False)]
+    found = [Candidate(form, f"{site}/Softmax", emit, True, why, fused=False)]
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
         emit = partial(group_query, all_slots=not on_cpu)
@@ -303,31 +295,17 @@ def _apart(a: Attention) -> list[Layout]:
 
 def _moves(a: Attention, layouts: Sequence[Layout]) -> int:
     """The number of operands that have to be transposed, or need a computed shape, to get `layouts`."""
-    return sum(effort(have, want) for have, want in zip(_layouts(a), layouts, strict=True))
+    return sum(effort(part.layout, want) for part, want in zip((*a.operands, a.output), layouts, strict=True))
 
 
 def _moves_of_products(a: Attention) -> int:
     """The same for the products, which also take the last two dims swapped, as ONNX Runtime's product does."""
-    return sum(
-        min(effort(have, a.layout("B", "H", n, d)), effort(have, a.layout("B", "H", d, n)))
-        for have, (n, d) in zip(_layouts(a), ENDS, strict=True)
-    )
-
-
-def _layouts(a: Attention) -> list[Layout]:
-    return [operand.layout for operand in (*a.operands, a.output)]
+    either = [(a.layout("B", "H", n, d), a.layout("B", "H", d, n)) for n, d in ENDS]
+    parts = (*a.operands, a.output)
+    return sum(min(effort(part.layout, want) for want in wants) for part, wants in zip(parts, either, strict=True))
 
 
 # --- the forms --------------------------------------------------------------------------------------------------------
-
-
-def _products(op: Builder, a: Attention, name: str) -> ir.Value:
-    rows, columns = a.layout("B", "H", "n_q", "d_v"), a.layout("B", "H", "d_v", "n_q")
-    as_columns = needs_transpose(rows, a.output.layout) and not needs_transpose(columns, a.output.layout)
-    value_layout = a.layout("B", "H", "d_v", "n_k") if as_columns else a.layout("B", "H", "n_k", "d_v")
-    query, key, value = a.inputs(op, [a.layout(*QUERY), a.layout("B", "H", "d_k", "n_k"), value_layout])
-    result = decompose(op, a, query, key, value, name, as_columns)
-    return a.as_output(op, result, columns if as_columns else rows)
 
 
 def _multi_head(op: Builder, a: Attention, name: str, packed: bool) -> ir.Value:
@@ -402,7 +380,7 @@ def _mask_by_key(op: Builder, a: Attention, key: ir.Value) -> ir.Value:
     """The mask of a query that sees no fewer keys than any other, `(B or 1, H or 1, 1, n_k)`; `key` has its tokens in
     dim 1."""
     mask = a.mask
-    assert mask is not None and mask.dtype is not None
+    assert mask is not None
     if sizes_of(mask)[2] == ONE:
         return mask
     row = mask_by_key(op, a.node, a.is_triangle)
@@ -432,9 +410,7 @@ def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:
 def _heads(op: Builder, value: ir.Value, heads: int, width: Size) -> list[ir.Value]:
     """Split the heads in the last dim of `value`. A projection is written head by head, so that its whole output is
     never materialised."""
-    node = value.producer()
-    assert value.dtype is not None
-    dims = [*dims_of(value)[:-1], width.dim()]
+    node, dims = value.producer(), [*dims_of(value)[:-1], width.dim()]
     weight = node.inputs[1].const_value if node is not None and node.op_type == "MatMul" and node.inputs[1] else None
     if node is None or weight is None or len(value.uses()) > 1 or len(weight.shape) != 2:
         outputs = op.op_multi_out("Split", [value], {"axis": -1, "num_outputs": heads}, num_outputs=heads)

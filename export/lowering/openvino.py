@@ -27,15 +27,13 @@ from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, atte
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import Builder
 from attnforge.export.graphs.passes import SitesResult
-from attnforge.export.graphs.qdq import INT8, rounded_to
+from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.forms import NO_SIZES, Candidate, Sizes, usual
-from attnforge.export.lowering.products import decompose
+from attnforge.export.lowering.products import products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
-
-FLOAT = ir.DataType.FLOAT
 
 CANONICAL_FORM = "Attention"
 
@@ -161,12 +159,7 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
 def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size: int) -> ir.Value:
     """The products of parts of a site, cut by :func:`~.blocks.in_blocks` or
     :func:`~.causal_blocks.in_causal_blocks`."""
-    return by(op, a, size, lambda part, i: _products(op, part, f"{name}_{i}" if i else name))
-
-
-def _products(op: Builder, a: Attention, name: str) -> ir.Value:
-    query, key, value = (operand.value for operand in a.for_products(op))
-    return a.as_output(op, decompose(op, a, query, key, value, name), a.layout(*OUTPUT))
+    return by(op, a, size, lambda part, i: products(op, part, f"{name}_{i}" if i else name))
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

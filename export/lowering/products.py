@@ -7,14 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.export.attention.canonical import MASK_STEP, QUERY
+from attnforge.export.attention.layout import needs_transpose
 from attnforge.export.attention.masking import all_of, any_key, largest, representable
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.nodes import input_of, inputs_of
 from attnforge.export.graphs.qdq import FP8, MOST_FP8, rounded_to, rounding_of
 from attnforge.export.lowering.attention import Attention
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
+
+
+def products(op: Builder, a: Attention, name: str) -> ir.Value:
+    """The output of attention as two products around a Softmax of this name; transposed if the graph's output is."""
+    rows, columns = a.layout("B", "H", "n_q", "d_v"), a.layout("B", "H", "d_v", "n_q")
+    as_columns = needs_transpose(rows, a.output.layout) and not needs_transpose(columns, a.output.layout)
+    value_layout = a.layout("B", "H", "d_v", "n_k") if as_columns else a.layout("B", "H", "n_k", "d_v")
+    query, key, value = a.inputs(op, [a.layout(*QUERY), a.layout("B", "H", "d_k", "n_k"), value_layout])
+    result = decompose(op, a, query, key, value, name, as_columns)
+    return a.as_output(op, result, columns if as_columns else rows)
 
 
 def decompose(
@@ -43,14 +55,18 @@ def decompose(
     Returns:
         `(B, H, n_q, d_v)`, or `(B, H, d_v, n_q)` if `as_columns`.
     """
-    dtype, mask = attention.dtype, attention.mask
+    dtype = attention.dtype
     if attention.scale != 1.0:
         query = _scaled(op, query, attention.scale)
     if attention.scales is not None:
         of_query, of_key, of_value = attention.scales
         query = rounded_to(op, query, of_query * attention.scale, FP8)
         key_transposed, value = rounded_to(op, key_transposed, of_key, FP8), rounded_to(op, value, of_value, FP8)
-    scores = _capped_scores(op, attention, query, key_transposed)
+    scores = op.MatMul(query, key_transposed)
+    typed(scores, dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
+    if attention.softcap:
+        cap = constant(op, attention.softcap, dtype)
+        scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)
     for step in _steps(op, attention, query, key_transposed):
         scores = _masked(op, scores, step)
     scores = cast(op, scores, attention.softmax_dtype)
@@ -63,9 +79,9 @@ def decompose(
         result = typed(product, dtype, [batch, heads, dims_of(value)[2], n_q])
     else:
         result = typed(op.MatMul(weights, value), dtype, [batch, heads, n_q, dims_of(value)[3]])
-    if mask is None or attention.silent_rows_are_nan:
+    if attention.mask is None or attention.silent_rows_are_nan:
         return result
-    some = any_key(op, mask)
+    some = any_key(op, attention.mask)
     if as_columns:
         some = op.Transpose(some, perm=[0, 1, 3, 2])
     return like(op.Where(some, result, constant(op, 0.0, dtype)), result)
@@ -79,16 +95,6 @@ def _scaled(op: Builder, query: ir.Value, scale: float) -> ir.Value:
         return like(op.Mul(query, constant(op, scale, dtype)), query)
     wide = like(op.Cast(query, to=FLOAT.value), query, FLOAT)
     return like(op.Cast(like(op.Mul(wide, constant(op, scale, FLOAT)), wide), to=dtype.value), query)
-
-
-def _capped_scores(op: Builder, attention: Attention, query: ir.Value, key_transposed: ir.Value) -> ir.Value:
-    """`(B, H, n_q, n_k)`: the product of query and key, with the soft cap if there is one."""
-    scores = op.MatMul(query, key_transposed)
-    typed(scores, attention.dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
-    if attention.softcap:
-        cap = constant(op, attention.softcap, attention.dtype)
-        scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)
-    return scores
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -112,11 +118,9 @@ def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
     if node is None:
         return [MaskStep(mask)]
     if node.op_type == "Add":
-        before, bias = node.inputs
-        assert bias is not None
+        before, bias = inputs_of(node)
         return [*mask_steps(before), MaskStep(bias)]
-    condition, before, number = node.inputs
-    assert condition is not None
+    condition, before, number = inputs_of(node)
     return [*([] if scalar(before) == 0.0 else mask_steps(before)), MaskStep(condition, scalar(number))]
 
 
@@ -157,8 +161,7 @@ def _kept_finite(op: Builder, bias: ir.Value) -> ir.Value:
     node = bias.producer()
     if node is None or node.op_type != "Cast" or bias.dtype is None:
         return bias
-    source = node.inputs[0]
-    assert source is not None
+    source = input_of(node)
     if source.dtype is None or not source.dtype.is_floating_point() or largest(source.dtype) <= largest(bias.dtype):
         return bias
     infinity = constant(op, -np.inf, source.dtype)

@@ -4,6 +4,7 @@ GroupQueryAttention can rotate them itself."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +51,12 @@ def before_rotation(operand: Operand, size: int) -> Turned | None:
     node = operand.value.producer()
     if node is None or node.domain != "" or len(operand.layout) != 4 or size % 16:
         return None
-    interleaved = 0
-    if node.op_type == "RotaryEmbedding" and len(node.inputs) == 3:
-        x, cosine, sine = node.inputs
-        interleaved = node.attributes.get_int("interleaved", 0) or 0
-    elif (parts := _by_halves(node, size)) is not None:
-        x, cosine, sine = parts
-    else:
+    is_operator = node.op_type == "RotaryEmbedding" and len(node.inputs) == 3
+    parts: Sequence[ir.Value | None] | None = node.inputs if is_operator else _by_halves(node, size)
+    if parts is None:
         return None
+    x, cosine, sine = parts
+    interleaved = node.attributes.get_int("interleaved", 0) or 0 if is_operator else 0
     tables = [_table(rows, size // 2) for rows in (cosine, sine)]
     if x is None or tables[0] is None or tables[1] is None:
         return None
@@ -67,12 +66,8 @@ def before_rotation(operand: Operand, size: int) -> Turned | None:
 def _by_halves(node: ir.Node, size: int) -> Parts | None:
     """A rotation of the halves x₁ and x₂ of a head as modules write it; None if a node is something else:
     `x · cos + (-x₂, x₁) · sin`, or `(x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin)`."""
-    if node.op_type == "Add":
-        return _of_whole_heads(node, size)
-    return _of_halves(node, size) if node.op_type == "Concat" and _is_last_axis(node) else None
-
-
-def _of_whole_heads(node: ir.Node, size: int) -> Parts | None:
+    if node.op_type != "Add":
+        return _of_halves(node, size) if node.op_type == "Concat" and _is_last_axis(node) else None
     for (x, cosine), (turned, sine) in itertools.product(*_factors(node)):
         cat = maker_of(turned)
         if not is_op(cat, "Concat") or len(cat.inputs) != 2 or not _is_last_axis(cat):

@@ -36,8 +36,20 @@ from attnforge.export.attention.canonical import MASK_STEP, OUTPUT
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
-from attnforge.export.graphs.build import Builder, cast, constant, insert, like, replace_value, resized, typed, up_to
+from attnforge.export.graphs.build import (
+    Builder,
+    cast,
+    constant,
+    dims_of,
+    insert,
+    like,
+    replace_value,
+    resized,
+    typed,
+    up_to,
+)  # fmt: skip
 from attnforge.export.graphs.execute import at_own_precision
+from attnforge.export.graphs.nodes import numpy_type, upstream
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.graphs.types import in_fp32
@@ -48,7 +60,7 @@ from attnforge.export.lowering.forms import usual
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 
-BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
+BOOL = ir.DataType.BOOL
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 """Range of head sizes of the fused kernels."""
@@ -112,7 +124,7 @@ def lower(
         node = softmax_of(site.name)
         build = partial(_emit_in, a=attention, recipe=recipe, site=site.name, dtype=dtype)
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
-        lowered.append(Lowered(site.name, recipe.form, recipe.why, node, recipe.unfused))
+        lowered.append(Lowered(recipe.form, recipe.why, site=site.name, node=node, unfused=recipe.unfused))
     in_fp32(model.graph, WITHOUT_BF16)
     modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
     return SitesResult(model, modified, lowered)
@@ -121,36 +133,29 @@ def lower(
 def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:
     """Replace the masks and biases of canonical sites that are computed from constants alone by weights."""
     operands = [step.operand for _, attention in attentions(model, sites) for step in mask_steps(attention.mask)]
-    known: dict[ir.Value, bool] = {}
-    wanted = [value for value in dict.fromkeys(operands) if value.producer() and _is_constant(value, known)]
+    wanted = [value for value in dict.fromkeys(operands) if value.producer() and _is_constant(value)]
     names = [str(value.name) for value in wanted]
     arrays = at_own_precision(model, names)({}) if names else {}
     for value, name in zip(wanted, names, strict=True):
-        assert value.dtype is not None
-        tensor = ir.tensor(arrays[name].astype(value.dtype.numpy()), name=f"{name}/computed")
+        tensor = ir.tensor(arrays[name].astype(numpy_type(value)), name=f"{name}/computed")
         weight = ir.Value(name=tensor.name, const_value=tensor)
         replace_value(value, weight)
         model.graph.register_initializer(weight)
 
 
-def _is_constant(value: ir.Value, known: dict[ir.Value, bool], depth: int = 24) -> bool:
-    """Whether a tensor of static, moderate size is computed from constants alone, by a chain of at most `depth`
-    operators.
+def _is_constant(value: ir.Value) -> bool:
+    """Whether a tensor is computed from constants alone, by tensors of static, moderate size."""
 
-    Args:
-        value: the tensor.
-        known: the answers so far.
-        depth: a longer chain is assumed to come from the model's inputs.
-    """
-    if ir.convenience.get_const_tensor(value) is not None:
-        return True
-    node, shape = value.producer(), value.shape
-    if node is None or not node.inputs or not depth or shape is None or not shape.is_static():
-        return False
-    if value not in known:
-        inputs = (v for v in node.inputs if v is not None)
-        known[value] = prod(shape.numpy()) <= LARGEST_MASK and all(_is_constant(v, known, depth - 1) for v in inputs)
-    return known[value]
+    def is_stored(value: ir.Value) -> bool:
+        return ir.convenience.get_const_tensor(value) is not None
+
+    def is_computed(value: ir.Value) -> bool:
+        node, shape = value.producer(), value.shape
+        if node is None or not node.inputs or shape is None or not shape.is_static():
+            return False
+        return prod(shape.numpy()) <= LARGEST_MASK
+
+    return all(is_stored(each) or is_computed(each) for each in upstream([value], is_stored))
 
 
 @dataclass(frozen=True)
@@ -259,14 +264,10 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
     return cast(op, _emit(op, a.narrowed(op, dtype), recipe, site), a.dtype)
 
 
-def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str) -> ir.Value:
+def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:
     if recipe.width is not None:
         of_block = replace(recipe, width=None)
-        return in_blocks(op, a, recipe.width, lambda part, i: _emit_part(op, part, of_block, site, i))
-    return _emit_part(op, a, recipe, site)
-
-
-def _emit_part(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:
+        return in_blocks(op, a, recipe.width, lambda block, i: _emit(op, block, of_block, site, i))
     if recipe.steps > 1:
         return in_causal_blocks(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
     return _emit_one(op, a, recipe, softmax_of(site, part))
@@ -287,8 +288,10 @@ def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value
     if recipe.pair is not None:
         key, value = _twice(op, key), _twice(op, value)
         query = _halved(op, query) if recipe.pair == "halved" else _twice(op, query)
-        if a.mask is not None and a.mask.dtype != BOOL and MASK_STEP not in _metadata(a.mask):
-            a = replace(a, mask=_twice(op, a.mask))  # a bias that is broadcast over both is not fused
+        if a.mask is not None and a.mask.dtype != BOOL:
+            last = a.mask.producer()
+            if last is None or MASK_STEP not in last.metadata_props:
+                a = replace(a, mask=_twice(op, a.mask))  # a bias that is broadcast over both is not fused
     result = decompose(op, a, query, key, value, name)
     if fused and _features_first(a.output.layout, a, "d_v", "n_q"):
         result = _apart(op, result)
@@ -298,11 +301,6 @@ def _emit_one(op: Builder, a: Attention, recipe: _Recipe, name: str) -> ir.Value
     if recipe.head_size not in (None, d_v.factor):
         result = up_to(op, result, 3, constant(op, [d_v.factor]), d_v.dim())
     return a.as_output(op, result, a.layout(*OUTPUT))
-
-
-def _metadata(value: ir.Value) -> Mapping[str, str]:
-    node = value.producer()
-    return node.metadata_props if node is not None else {}
 
 
 def _apart(op: Builder, x: ir.Value) -> ir.Value:
@@ -325,9 +323,7 @@ def _features_first(layout: Layout, a: Attention, features: str, tokens: str) ->
 def _padded(op: Builder, x: ir.Value, axis: int, size: int) -> ir.Value:
     """`x` padded with zeros along `axis` to `size`. They add nothing to a product; those of the values are sliced off
     the output."""
-    assert x.shape is not None and isinstance(x.shape[axis], int)
-    missing = size - int(x.shape[axis])  # type: ignore[arg-type]
-    if missing == 0:
+    if (missing := size - int(dims_of(x)[axis])) == 0:  # type: ignore[arg-type]
         return x
     pads = [0] * 8
     pads[4 + axis] = missing
@@ -341,8 +337,7 @@ def _twice(op: Builder, x: ir.Value) -> ir.Value:
 
 def _halved(op: Builder, query: ir.Value) -> ir.Value:
     """`(1, 1, n, d)` as `(2, 1, ⌈n/2⌉, d)`: no query sees another, so each half can be a head."""
-    assert query.shape is not None
-    n, d = query.shape[2], query.shape[3]
+    *_, n, d = dims_of(query)
     if isinstance(n, int):
         query = _padded(op, query, 2, n + n % 2)
     else:
@@ -351,7 +346,6 @@ def _halved(op: Builder, query: ir.Value) -> ir.Value:
         query = resized(op.Pad(query, pads), query, 2, ir.SymbolicDim(f"even_{n.value}"))
     halves = op.Reshape(query, constant(op, [2, 1, -1, int(d)]))  # type: ignore[arg-type]
     half = (n + 1) // 2 if isinstance(n, int) else ir.SymbolicDim(f"half_{n.value}")
-    assert query.dtype is not None
     return typed(halves, query.dtype, [2, 1, half, d])
 
 
@@ -363,12 +357,10 @@ def _joined(op: Builder, result: ir.Value, rows: ir.Value, pair: str) -> ir.Valu
         rows: the queries before they became a pair, `(1, 1, n, d)`.
         pair: how the head became a pair.
     """
-    assert result.shape is not None and rows.shape is not None
-    n, d = rows.shape[2], result.shape[3]
+    n, d = dims_of(rows)[2], dims_of(result)[3]
     if pair == "copied":
         return up_to(op, result, 0, constant(op, [1]), 1)
     joined = op.Reshape(result, constant(op, [1, 1, -1, int(d)]))  # type: ignore[arg-type]
-    assert result.dtype is not None
     even = n + n % 2 if isinstance(n, int) else ir.SymbolicDim(f"even_{n.value}")
     typed(joined, result.dtype, [1, 1, even, d])
     if isinstance(n, int) and n % 2 == 0:

@@ -27,9 +27,9 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.graphs.sizes import Unmeasurable, evaluated, sizes_of
-from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.attention import Attention, FormChoice, Lowered, attentions
 from attnforge.export.lowering.cut import cut_of, work_of
-from attnforge.export.lowering.forms import Candidate, FormChoice, write
+from attnforge.export.lowering.forms import Candidate, write
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
@@ -320,7 +320,5 @@ def lower_sites(
         if candidate.form != kept:
             write(model.graph, a, candidate)
         unfused = None if candidate.fused else choice.why
-        lowered.append(
-            Lowered(site.name, choice.form, choice.why, candidate.node, unfused, choice.measured, choice.dropped)
-        )
+        lowered.append(Lowered(site=site.name, node=candidate.node, unfused=unfused, **vars(choice)))
     return lowered

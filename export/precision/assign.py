@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx_ir as ir
-from onnx_ir.passes import PassResult
 
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import module_of
 from attnforge.export.graphs.build import like
 from attnforge.export.graphs.execute import Runner
-from attnforge.export.graphs.nodes import VIEWS
+from attnforge.export.graphs.nodes import VIEWS, inputs_of, is_used
 from attnforge.export.graphs.types import FLOAT, kept_in_fp32, retyped
 from attnforge.export.lowering.tensorrt import lower
 from attnforge.export.precision.emulation import emulate
@@ -45,11 +44,11 @@ def _moves(node: ir.Node) -> bool:
     """Whether a node only moves numbers that other nodes computed."""
     if node.domain != "" or node.op_type not in MOVERS:
         return False
-    moved = [v for v in node.inputs if v is not None and v.dtype == FLOAT]
-    return all(v.producer() is not None for v in moved) and bool(moved)
+    moved = [v for v in inputs_of(node) if v.dtype == FLOAT]
+    return bool(moved) and all(v.producer() is not None for v in moved)
 
 
-def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> PassResult:
+def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> None:
     """Give every operator of an fp32 graph the type `low`, except those named in `high`, in place.
 
     Args:
@@ -61,10 +60,12 @@ def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> PassResu
     outputs = list(model.graph.outputs)
     for node in list(model.graph):
         assigner.retype(node)
-    assigner.set_types()
+    for value, dtype in assigner.types.items():
+        value.type = ir.TensorType(dtype)
     assigner.widen_outputs(outputs)
-    assigner.remove_unused_weights()
-    return PassResult(model, True)
+    for weight in assigner.weights:
+        if not is_used(weight):  # only its 16-bit copies are
+            del model.graph.initializers[str(weight.name)]
 
 
 class MixedGraph:
@@ -186,11 +187,6 @@ class _Assigner:
             self.casts[value, dtype] = node.outputs[0]
         return self.casts[value, dtype]
 
-    def set_types(self) -> None:
-        """Write the types into the graph."""
-        for value, dtype in self.types.items():
-            value.type = ir.TensorType(dtype)
-
     def widen_outputs(self, outputs: list[ir.Value]) -> None:
         """Restore fp32 outputs under the names of the graph's outputs."""
         for i, output in enumerate(outputs):
@@ -198,9 +194,3 @@ class _Assigner:
                 wide = self._cast(output, FLOAT)
                 output.name, wide.name = f"{output.name}/{str(output.dtype).lower()}", output.name
                 self.graph.outputs[i] = wide
-
-    def remove_unused_weights(self) -> None:
-        """Remove fp32 weights of which only 16-bit copies are used."""
-        for weight in self.weights:
-            if not weight.uses() and not weight.is_graph_output():
-                del self.graph.initializers[str(weight.name)]

@@ -31,8 +31,5 @@ def emulate(model: ir.Model, fused: Collection[str]) -> Runner:
 def unrounded_in_fused_kernels(model: ir.Model, fused: Collection[str]) -> list[ir.Value]:
     """The 16-bit scores of the sites named `fused`, from the product to the softmax: a fused kernel keeps them in
     float32 and rounds only the attention map."""
-    values: list[ir.Value] = []
-    for node in model.graph:
-        if node.op_type == "Softmax" and site_of(str(node.name)) in fused:
-            values += [value for value in scores_of(node) if value.dtype in LOW]
-    return values
+    softmaxes = (node for node in model.graph if node.op_type == "Softmax" and site_of(str(node.name)) in fused)
+    return [value for softmax in softmaxes for value in scores_of(softmax) if value.dtype in LOW]

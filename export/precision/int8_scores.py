@@ -14,8 +14,9 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.precision.rounding import RoundedOperands, round_operands
+from attnforge.export.reference import kept
 from attnforge.precision import PRECISIONS
-from attnforge.runtime.cases import blocks, key, make_inputs, sampled
+from attnforge.runtime.cases import key, make_inputs
 from attnforge.runtime.parity.budget import judge
 
 INT8_PRECISION = PRECISIONS["int8"]
@@ -43,17 +44,16 @@ def why_over_budget(
         inputs: inputs of the model.
         cases: the reference cases.
     """
-    kept, stored = load_file(folder / REFERENCE_OUTPUTS), load_file(folder / REFERENCE_EXAMPLE)
+    outputs, stored = load_file(folder / REFERENCE_OUTPUTS), load_file(folder / REFERENCE_EXAMPLE)
     rounded = model.clone()
     round_operands(rounded, scores)
     run = as_it_is(decomposed(rounded, list(sites)))
     for case in cases:
         for name, array in run(make_inputs(case, inputs, stored)).items():
-            sums = blocks(array, case) if is_floating(array) else None
-            for suffix, numbers in (("", sampled(array, case)), ("/blocks", sums)):
-                if numbers is None:
+            for suffix, numbers in kept(array, case, "").items():
+                if suffix and not is_floating(array):
                     continue
-                eager, exact = (kept[key(case, name, which) + suffix] for which in ("eager", "float64"))
+                eager, exact = (outputs[key(case, name, which) + suffix] for which in ("eager", "float64"))
                 comparison = judge(case, name, numbers, eager, exact, INT8_PRECISION)
                 if not comparison.passed or (is_floating(array) and comparison.share > SPARE):
                     return (

@@ -23,6 +23,7 @@ from attnforge.export.precision.culprits import NOTHING_LEFT, culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
 from attnforge.export.precision.search import by_culprits, lower_again
 from attnforge.export.reference import Data, Derived, ReferenceModel, at_precision, inputs_and_cases
+from attnforge.export.room import Numbers
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Progress, Steps
@@ -89,7 +90,8 @@ def choose(
             ordinary = [case for case in cases if case.is_ordinary and case.kind != "zeros"]  # eager may refuse these
             everywhere = judge.run(graph.run(high), Answers.of(baseline, ordinary, stored))
             mixed.max_error, mixed.exactly = 2 * max(everywhere.error, reference.precision.floor), True
-        cost = sum(cost_of(node, cases[0].sizes, name in high) for name, node in graph.nodes.items())
+        numbers = Numbers(cases[0].sizes)
+        cost = sum(cost_of(node, numbers, name in high) for name, node in graph.nodes.items())
         candidates.append(ChosenPrecisions(graph.assigned(high), reference, mixed, cost))
         if not mixed.regions:
             break
@@ -144,7 +146,8 @@ def _searched(graph: MixedGraph, judge: Judge, sizes: Mapping[str, int]) -> tupl
 def _groups(graph: MixedGraph, names: Assignment, sizes: Mapping[str, int]) -> Iterator[Sequence[str]]:
     """Groups of operators to lower again, those of one module first, then single ones, the most expensive first. None
     is near the end of the range of 16 bits, because untested inputs may reach further."""
-    saves = {name: cost_of(node, sizes, True) - cost_of(node, sizes, False) for name, node in graph.nodes.items()}
+    numbers, nodes = Numbers(sizes), graph.nodes
+    saves = {name: cost_of(node, numbers, True) - cost_of(node, numbers, False) for name, node in nodes.items()}
     modules = [group for group in graph.by_module(names).values() if len(group) > 1]
     singles = [[name] for name in saves if name in names]
     for groups in (modules, singles):

@@ -39,11 +39,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
-from attnforge.export.graphs.qdq import SCHEMES, Scheme, is_lookup, rounded_to
+from attnforge.export.graphs.qdq import FLOAT, SCHEMES, Scheme, is_lookup, rounded_to
 from attnforge.runtime.parity.budget import relative_error
-
-FLOAT = ir.DataType.FLOAT
-
 
 INT8 = SCHEMES["int8"]
 
@@ -92,11 +89,9 @@ class Quantisation:
         """
         if self.balance is not None:
             weight = weight * self.balance[:, None]
-        return (
-            quantised_weight(weight, self.scheme)
-            if self.block is None
-            else quantised_blocks(weight, self.scheme, self.block)
-        )
+        if self.block is not None:
+            return quantised_blocks(weight, self.scheme, self.block)
+        return quantised_weight(weight, self.scheme)
 
     def fake_weight(self, weight: Array) -> Array:
         """A weight after balancing, quantising and dequantising."""
@@ -114,11 +109,10 @@ class Quantisation:
         if self.block is not None:
             return rows
         if self.scale is not None:
-            kept = self.scheme.rounded(rows / np.float32(self.scale)).astype(np.float32) * np.float32(self.scale)
-        else:
-            largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-            numbers = self.scheme.rounded(rows / largest * self.scheme.most).astype(np.float32)
-            kept = numbers / np.float32(self.scheme.most) * largest
+            return self.scheme.rounded(rows / np.float32(self.scale)).astype(np.float32) * np.float32(self.scale)
+        largest = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+        numbers = self.scheme.rounded(rows / largest * self.scheme.most).astype(np.float32)
+        kept: Array = numbers / np.float32(self.scheme.most) * largest
         return kept
 
 
@@ -198,9 +192,8 @@ def tables(model: ir.Model) -> list[Table]:
 def _is_table(value: ir.Value) -> bool:
     array = value.const_value
     is_weight = value.is_initializer() and not value.is_graph_input() and not value.is_graph_output()
-    if not is_weight or array is None or array.dtype != FLOAT or len(array.shape) != 2:
-        return False
-    return array.size >= LEAST_WEIGHTS
+    is_large = array is not None and array.dtype == FLOAT and len(array.shape) == 2 and array.size >= LEAST_WEIGHTS
+    return is_weight and is_large
 
 
 def is_head(node: ir.Node) -> bool:
@@ -391,10 +384,8 @@ def _place(op: Builder, node: ir.Node) -> None:
 def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
     """Make the lookups of a table read it from int8."""
     numbers, scales = quantised_rows(table.weight)
-    stored = [
-        initializer(graph, f"{table.stored.name}/{part}", array)
-        for part, array in (("rows", numbers), ("scale", scales))
-    ]
+    parts = {"rows": numbers, "scale": scales}
+    stored = [initializer(graph, f"{table.stored.name}/{part}", array) for part, array in parts.items()]
 
     def write(op: Builder) -> ir.Value:
         rows = typed(op.op("DequantizeLinear", stored, {"axis": 0}), FLOAT, numbers.shape)

@@ -27,7 +27,8 @@ def begin(job: Job, progress: Progress, target: Target) -> Finish:
     """
     model = CANONICAL if target.build is None else _built(target, target.build, job.folder)
     why = "the package of this target lowers the canonical node itself"
-    lowered = [Lowered(site.name, "Attention", why, site.node) for site in job.sites if site.node is not None]
+    nodes = {site.name: site.node for site in job.sites if site.node is not None}
+    lowered = [Lowered("Attention", why, site=site, node=node) for site, node in nodes.items()]
     built = Built(TargetRecord(model=model), lowered)
     return lambda steps: built
 

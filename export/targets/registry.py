@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from attnforge.bundle import FLAVOURS
-from attnforge.errors import BuildError, UnavailableError, UsageError
+from attnforge.errors import UnavailableError, UsageError
 from attnforge.export.targets import onnxruntime, outside, tensorrt
-from attnforge.export.targets.target import Built, Finish, Job
-from attnforge.progress import Progress, Steps
+from attnforge.export.targets.target import Finish, Job
+from attnforge.progress import Progress
 from attnforge.runtime.backends.registry import OUTSIDE
-
-T = TypeVar("T")
 
 TARGETS: dict[str, Callable[[Job, Progress], Finish]] = {
     "onnxruntime": onnxruntime.begin,
@@ -75,58 +72,3 @@ def select(targets: Sequence[str] | None, require_fused: Sequence[str]) -> Selec
                 "it to the targets, or do not require it"
             )
     return Selection(chosen, frozenset((*(targets or ()), *require_fused)), skipped)
-
-
-def begin(target: str, job: Job, selection: Selection, progress: Progress) -> Finish | str:
-    """Start building a target: lower it, and let its builder work alongside this process.
-
-    Args:
-        target: name of the target.
-        job: what to build from.
-        selection: says whether the target must be built.
-        progress: receives the steps.
-
-    Returns:
-        a function that waits for the target, or why it cannot be built.
-
-    Raises:
-        BuildError: the builder refused a target that must be built.
-        UsageError: the builder does not support an option.
-    """
-    return _unless_refused(target, selection, lambda: TARGETS[target](job, progress))
-
-
-def finish(
-    begun: Mapping[str, Finish | str], selection: Selection, progress: Progress | None
-) -> tuple[dict[str, Built], dict[str, str]]:
-    """Wait for all targets.
-
-    Args:
-        begun: what :func:`begin` returned for each target.
-        selection: says which targets must be built.
-        progress: receives each plan that is waited for; None if there is none.
-
-    Returns:
-        what was built for every target, and the builder's message for each that it refused.
-
-    Raises:
-        BuildError: the builder refused a target that must be built.
-        UsageError: the builder does not support an option.
-    """
-    steps = Steps(progress)
-    ended = {
-        target: wait if isinstance(wait, str) else _unless_refused(target, selection, partial(wait, steps))
-        for target, wait in begun.items()
-    }
-    refused = {target: result for target, result in ended.items() if isinstance(result, str)}
-    return {target: result for target, result in ended.items() if not isinstance(result, str)}, refused
-
-
-def _unless_refused(target: str, selection: Selection, build: Callable[[], T]) -> T | str:
-    """Return the result of `build`, or the builder's message if it refused a target that need not be built."""
-    try:
-        return build()
-    except BuildError as error:
-        if target in selection.named:
-            raise
-        return str(error)

@@ -25,8 +25,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import CANONICAL, Bundle, Kind, Manifest, Masks
 from attnforge.cli import app
 from attnforge.errors import BundleError, UnavailableError, UsageError
-from attnforge.export.lowering.attention import Attention
-from attnforge.export.lowering.forms import FormChoice
+from attnforge.export.lowering.attention import Attention, FormChoice
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, MULTI_HEAD, ONE_HEAD
 from attnforge.model import build_model
 from attnforge.model.attention import attention

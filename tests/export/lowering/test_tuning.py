@@ -26,8 +26,8 @@ from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
-from attnforge.export.lowering.attention import Attention, Lowered, attentions
-from attnforge.export.lowering.forms import FormChoice, write
+from attnforge.export.lowering.attention import Attention, FormChoice, Lowered, attentions
+from attnforge.export.lowering.forms import write
 from attnforge.export.lowering.onnxruntime import (
     GROUP_QUERY,
     HEAD_AFTER_HEAD,
