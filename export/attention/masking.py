@@ -200,6 +200,20 @@ def all_of(op: Builder, conditions: Iterable[ir.Value]) -> ir.Value:
     return reduce(lambda a, b: broadcast_like(op.And(a, b), a, b), conditions)
 
 
+def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
+    """Restrict a mask to a region; boolean, or additive with minus infinity for pairs outside.
+
+    Args:
+        region: boolean.
+        rest: the mask itself, boolean or additive, with dims that broadcast to the region's; None if there is none.
+    """
+    if rest is None:
+        return region
+    if rest.dtype == BOOL:
+        return broadcast_like(op.And(rest, region), rest, region)
+    return broadcast_like(op.Where(region, rest, constant(op, -np.inf, rest.dtype)), rest, region)
+
+
 def allowed(writer: SiteWriter, step: Fill | Zeroing) -> ir.Value:
     """The condition of a step on the dims of the scores, True where a query may attend to a key."""
     value = cast(writer.op, writer.broadcastable(step.condition, *SCORES), BOOL)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import attention_node
-from attnforge.export.attention.masking import all_of, masks_nothing
+from attnforge.export.attention.masking import all_of, masks_nothing, within
 from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach
 from attnforge.export.graphs.attention_operators import read
-from attnforge.export.graphs.build import Builder, broadcast_like, constant, insert, like, replace_value
+from attnforge.export.graphs.build import Builder, broadcast_like, insert, like, replace_value
 from attnforge.export.graphs.nodes import is_used, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
@@ -89,9 +88,4 @@ def _joined(op: Builder, masks: list[ir.Value]) -> ir.Value | None:
     mask = None
     for bias in (mask for mask in masks if mask.dtype != BOOL):
         mask = bias if mask is None else broadcast_like(op.Add(mask, bias), mask, bias)
-    if not conditions:
-        return mask
-    allowed = all_of(op, conditions)
-    if mask is None:
-        return allowed
-    return broadcast_like(op.Where(allowed, mask, constant(op, -np.inf, mask.dtype)), mask, allowed)
+    return within(op, all_of(op, conditions), mask) if conditions else mask

@@ -252,15 +252,11 @@ def _without_sinks(node: ir.Node, position: Position, sink: Sink | None) -> tupl
         raise NotAttention(sliced)
     if step is None and len(node.inputs) > 4:
         raise NotAttention(f"{sliced}, by steps that are not constant")
-    start, wanted = int(starts.item()), sink.count if sink.first else 0
-    joint = sink.joint.size
-    from_end = start < 0 and joint.is_static and start + joint.factor == wanted
-    if (
-        int(axes.item()) % len(sizes) != axis
-        or not (start == wanted or from_end)
-        or (step is not None and int(step.item()) != 1)
-        or sizes[axis] != sink.keys.size
-    ):
+    start, wanted, joint = int(starts.item()), sink.count if sink.first else 0, sink.joint.size
+    if start < 0 and joint.is_static:
+        start += joint.factor
+    is_of_keys = int(axes.item()) % len(sizes) == axis and start == wanted and sizes[axis] == sink.keys.size
+    if not is_of_keys or (step is not None and int(step.item()) != 1):
         raise NotAttention(sliced)
     return sink.keys, position.layout.with_dim(axis, (sink.keys,))
 

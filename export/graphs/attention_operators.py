@@ -128,9 +128,9 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
         first = like(op.Max(op.Sub(length, op.Shape(query, start=2, end=3)), constant(op, [0])), length)
         offset = typed(op.Reshape(first, constant(op, [-1, 1, 1, 1])), INT64, [*dims_of(first), 1, 1, 1])
     if node.attributes.get_int("do_rotary", 0):
-        positions = _positions(op, query, first) if positions is None else positions
+        tables = [cosine, sine, _positions(op, query, first) if positions is None else positions]
         interleaved = node.attributes.get_int("rotary_interleaved", 0)
-        query, key = (_rotated(op, x, cosine, sine, positions, interleaved) for x in (query, key))
+        query, key = (_rotated(op, x, tables, interleaved) for x in (query, key))
     present = key, value
     if first is not None:
         buffers = zip((past_key, past_value), present, strict=True)
@@ -353,11 +353,10 @@ def _positions(op: Builder, query: ir.Value, first: ir.Value | None) -> ir.Value
     return typed(op.Expand(row, shape), INT64, dims)
 
 
-def _rotated(
-    op: Builder, x: ir.Value, cosine: ir.Value, sine: ir.Value, positions: ir.Value, interleaved: int
-) -> ir.Value:
-    dim = sizes_of(cosine)[-1].factor * 2
+def _rotated(op: Builder, x: ir.Value, tables: list[ir.Value], interleaved: int) -> ir.Value:
+    """`x` rotated by tables: cosines, sines, and the positions at which they are looked up."""
+    dim = sizes_of(tables[0])[-1].factor * 2
     attributes = {"interleaved": interleaved}
     if dim != sizes_of(x)[3].factor:
         attributes["rotary_embedding_dim"] = dim
-    return like(op.op("RotaryEmbedding", [x, cosine, sine, positions], attributes), x)
+    return like(op.op("RotaryEmbedding", [x, *tables], attributes), x)

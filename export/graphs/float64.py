@@ -162,10 +162,6 @@ def _number(op: Builder, number: float) -> ir.Value:
     return constant(op, number, DOUBLE)
 
 
-def _erf(op: Builder, node: ir.Node) -> list[ir.Value]:
-    return [erf(op, _input(node, 0))]
-
-
 def _gelu(op: Builder, node: ir.Node) -> list[ir.Value]:
     """Gelu, FastGelu and BiasGelu, with an optional bias on the input."""
     x = _input(node, 0)
@@ -320,7 +316,7 @@ def _recurrent(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
     ("", "Conv"): _conv,
-    ("", "Erf"): _erf,
+    ("", "Erf"): lambda op, node: [erf(op, _input(node, 0))],
     ("", "Gelu"): _gelu,
     ("", "GRU"): _recurrent,
     ("", "GlobalAveragePool"): _global_average,

@@ -93,9 +93,9 @@ class Between:
         if len(users) != 1 or users[0].op_type != "Add" or output.is_graph_output():
             return self.product, None
         bias = next((value for value in users[0].inputs if value is not output), None)
-        is_bias = bias is not None and bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1
-        width = output.shape[-1] if output.shape is not None else None
-        return (users[0], bias) if is_bias and bias is not None and bias.shape == [width] else (self.product, None)
+        if bias is None or not bias.is_initializer() or output.shape is None or bias.shape != [output.shape[-1]]:
+            return self.product, None
+        return users[0], bias
 
     @classmethod
     def of(cls, node: ir.Node) -> Between | None:

@@ -18,7 +18,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.build import Builder, broadcast_like, constant, dims_of, filled_up, typed
+from attnforge.export.attention.masking import within
+from attnforge.export.graphs.build import Builder, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, blocks_of
 from attnforge.export.lowering.band import Band
@@ -110,20 +111,6 @@ def _first_queries(op: Builder, a: Attention, operands: list[ir.Value]) -> Atten
     mask = None if a.band.is_all else mask_at_blocks(op, a.node, cut)
     part = a.of_block({"n_q": Size(count)}, [op.Gather(query, rows, axis=1), key, value], mask)
     return replace(part, silent_rows_are_nan=True) if a.band.is_all else part
-
-
-def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
-    """Restrict a mask to a region; boolean, or additive with minus infinity for pairs outside.
-
-    Args:
-        region: boolean.
-        rest: the mask itself, boolean or additive, with dims that broadcast to the region's; None if there is none.
-    """
-    if rest is None or rest.dtype is None:
-        return region
-    if rest.dtype == BOOL:
-        return broadcast_like(op.And(rest, region), rest, region)
-    return broadcast_like(op.Where(region, rest, constant(op, -np.inf, rest.dtype)), rest, region)
 
 
 class _Cut:

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from attnforge.export.attention.masking import within
 from attnforge.export.graphs.build import Builder, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.lowering.attention import HEADS_FIRST, Attention, blocks_of
-from attnforge.export.lowering.blocks import within
 from attnforge.export.masks.at_blocks import mask_at_blocks
 
 BOOL = ir.DataType.BOOL

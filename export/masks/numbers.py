@@ -137,8 +137,8 @@ class Arithmetic:
                     number = self.scores.constant(rounded).intersect_domain(domain)
                     result = result.union(exactly(whole, number) if is_left else exactly(number, whole))
                 else:
-                    others = [((domain, bounds), part) for part in self._bounded(whole)]
-                    pairs += [(part, mine) for mine, part in others] if is_left else others
+                    mine = domain, bounds
+                    pairs += [(part, mine) if is_left else (mine, part) for part in self._bounded(whole)]
         for (domain, x), (other, y) in pairs:
             answer, both = by_bounds(x, y), domain.intersect(other)
             if answer is not False and not self.scores.is_never(both):
@@ -183,9 +183,8 @@ def _rounded(ends: Between, dtype: ir.DataType) -> Between:
 
 def _positive(x: Whole) -> int | None:
     """The positive integer that it is everywhere; None for others."""
-    pieces = x.get_pieces()
-    numbers = {piece.get_constant_val().to_python() for _, piece in pieces if piece.is_cst()}
-    number = numbers.pop() if len(numbers) == 1 and all(piece.is_cst() for _, piece in pieces) else None
+    numbers = {piece.get_constant_val().to_python() if piece.is_cst() else None for _, piece in x.get_pieces()}
+    number = numbers.pop() if len(numbers) == 1 else None
     return number if number is not None and number > 0 else None
 
 

@@ -190,13 +190,11 @@ def _fully_masked(mask: ir.Value, leaves: list[Between], always_sees_a_key: bool
 def _replaces(mask: ir.Value, number: float) -> bool:
     """Whether a mask replaces scores by a number: with its only step, or because adding it absorbs the scores."""
     node = mask.producer()
-    if node is not None and node.metadata_props.get(MASK_STEP) == "fill":
-        before = node.inputs[1]
-        return before is not None and ir.convenience.get_const_tensor(before) is not None
+    step = node.metadata_props.get(MASK_STEP) if node is not None else None
+    if node is not None and step == "fill":
+        return ir.convenience.get_const_tensor(input_of(node, 1)) is not None
     assert mask.dtype is not None
-    if (node is not None and node.metadata_props.get(MASK_STEP) == "bias") or (
-        mask.dtype.bitwidth < 32 and mask.dtype != ir.DataType.BFLOAT16
-    ):
+    if step == "bias" or (mask.dtype.bitwidth < 32 and mask.dtype != ir.DataType.BFLOAT16):
         return False
     return number <= 0.9 * float(ml_dtypes.finfo(mask.dtype.numpy()).min)  # type: ignore[no-untyped-call]
 
