@@ -145,13 +145,10 @@ def verify(request: DeployRequest) -> dict[str, Any]:
 
 def fused(request: DeployRequest) -> dict[str, Any]:
     """Count the sites that TensorRT-RTX compiles to its fused kernel in fp16, or in bf16 if torch exports no fp16."""
-    import onnx_ir as ir
-
     from attnforge.export.attention.canonicalize import canonicalize
-    from attnforge.export.lowering import tensorrt as for_tensorrt
     from attnforge.export.sources.torch_module import capture
-    from attnforge.export.tensorrt import build as engine
     from attnforge.precision import precision_named
+    from benchmarks.rtx import compiled
 
     example, _ = _model(request)
     precision, without = "fp16", None
@@ -161,10 +158,7 @@ def fused(request: DeployRequest) -> dict[str, Any]:
         precision, without = "bf16", first_line(error)
         captured = capture(example.module, example.args, example.dynamic_shapes, precision_named(precision))
     sites = canonicalize(captured.model).sites
-    lowered = for_tensorrt.lower(captured.model, sites).sites
-    file = request.bundle.with_suffix(".onnx")
-    ir.save(captured.model, file, external_data=f"{file.name}.data")
-    plan = engine.build(file, "tensorrt_rtx", captured.inputs, precision)
+    lowered, plan = compiled(captured.model, sites, captured.inputs, precision)
     unfused = [form for form in lowered if plan.kernel_of(form.node) is None]
     return {
         "sites": len(sites),

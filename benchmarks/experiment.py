@@ -21,7 +21,8 @@ import typer
 from rich.console import Console
 
 from attnforge.atomic import write_whole
-from attnforge.bench.results import DecodingResults, Interval, Results, to_five_digits
+from attnforge.bench import results as files
+from attnforge.bench.results import Interval, Results, Run
 from attnforge.machine import processors, this_machine, tool_versions, versions
 from attnforge.report.render import NOTHING, markdown_table
 
@@ -46,7 +47,7 @@ MODULES = {
 Figures = dict[str, Any]
 """The content of a results file."""
 
-Measured = Figures | Results | DecodingResults
+Measured = Figures | Run
 """Figures before they are written; a mapping has no command and machine yet."""
 
 START = time.perf_counter()
@@ -345,11 +346,10 @@ def where(figures: Mapping[str, Any]) -> str:
 
 def _write(measured: Measured, results: Path, command: str, threads: int, packages: Sequence[str] = ()) -> None:
     """Write a results file with the command, and with machine and versions if the figures lack them."""
-    if isinstance(measured, Results | DecodingResults):
+    if isinstance(measured, Run):
         measured.command = measured.command or command
-        text = json.dumps(to_five_digits(measured.model_dump(mode="json")), indent=1)
-    else:
-        tools = {**tool_versions(), **versions(packages)}
-        text = json.dumps({"command": command, "machine": machine(threads), "tools": tools, **measured}, indent=2)
+        files.write(measured, results)
+        return
+    about = {"command": command, "machine": machine(threads), "tools": {**tool_versions(), **versions(packages)}}
     results.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(results, f"{text}\n".encode())
+    write_whole(results, f"{json.dumps({**about, **measured}, indent=2)}\n".encode())

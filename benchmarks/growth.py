@@ -153,7 +153,7 @@ def growth_plot(growth: Growth, measure: Measure, kind: plots.Kind = "svg") -> P
             law = _law(growth.along, fit, False)
             words.append(f"{series.name} {series.precision} {smallest}, {largest}{law}")
         both_logarithmic(axes)
-        ticks = ticks_apart([size for _, readings, _ in lines for size, _ in readings], logarithmic=True)
+        ticks = ticks_apart([size for _, readings, _ in lines for size, _ in readings])
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_xlabel(literal(growth.along))
         axes.set_ylabel(unit)
@@ -179,14 +179,14 @@ def _colors(lines: Sequence[Series]) -> dict[str, str]:
     return {name: palette[i % len(palette)] for names, palette in palettes for i, name in enumerate(names)}
 
 
-def ticks_apart(sizes: Sequence[int], logarithmic: bool) -> list[int]:
-    """Select sizes that are far enough apart for their labels, including the smallest and the largest."""
-    position = np.log if logarithmic else np.asarray
+def ticks_apart(sizes: Sequence[int]) -> list[int]:
+    """Select sizes that are far enough apart for their labels on a logarithmic axis, including the smallest and the
+    largest."""
     known = sorted(set(sizes))
-    room = 0.16 * float(position(known[-1]) - position(known[0]))
+    room = (known[-1] / known[0]) ** 0.16
     kept = known[:1]
     for size in known[1:-1]:
-        if min(position(size) - position(kept[-1]), position(known[-1]) - position(size)) >= room:
+        if min(size / kept[-1], known[-1] / size) >= room:
             kept.append(size)
     return kept + known[1:][-1:]
 

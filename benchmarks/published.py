@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attnforge
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.model.registry import Example
@@ -68,6 +69,11 @@ class Published:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return f"hf:{folder}"
+
+    def example(self, **options: str | int) -> Example:
+        """Build the model, with further options or others."""
+        with temporary_folder() as folder:
+            return build(self.source(folder), {**self.options, **options}, None)[0]
 
     def deployed(self, folder: Path, **options: Any) -> Bundle:
         """Deploy for ONNX Runtime to `folder`, as `attnforge deploy` does; options are those of deploy."""

@@ -10,10 +10,11 @@ from attnforge.bundle import Certificate, SiteRecord, SiteTarget, TensorSpec
 from attnforge.certificate import Ends, SiteMask, VisibleBlocks, VisibleRegion
 from attnforge.errors import UnfusedError
 from attnforge.export.attention.canonicalize import Site
+from attnforge.export.graphs.sizes import Unmeasurable
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.masks.affine import Affine
 from attnforge.export.masks.regions import Interval, PairRegion
-from attnforge.export.masks.visibility import Unsized, Visibility, visibility
+from attnforge.export.masks.visibility import Visibility, visibility
 from attnforge.export.targets.target import Built
 from attnforge.runtime.cases import sizes_at
 
@@ -106,7 +107,7 @@ def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec
 def _share(visible: Visibility, sizes: Mapping[str, int]) -> float | None:
     try:
         return visible.share(sizes)
-    except Unsized:
+    except Unmeasurable:
         return None
 
 

@@ -260,12 +260,12 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
         UnknownNameError: no such dim.
         InputError: a size that is not an integer.
     """
-    example = next(case for case in cases(inputs) if case.kind == "normal")
+    usual = sizes_at(inputs, "opt")
     for name in sizes:
-        check_known("dim", name, example.sizes)
+        check_known("dim", name, usual)
     if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or not 0 <= size <= LARGEST_SIZE]:
         raise InputError(f"the size of {wrong[0]} is {sizes[wrong[0]]!r}; give an integer from 0 to {LARGEST_SIZE:,}")
-    return Case(name="at", sizes={**example.sizes, **sizes}, kind="normal", seed=1)
+    return Case(name="at", sizes={**usual, **sizes}, kind="normal", seed=1)
 
 
 def _between(dim: DimSpec, wanted: Callable[[int], bool], fraction: float) -> int:

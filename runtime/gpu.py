@@ -131,14 +131,11 @@ class Gpu:
 
     # --- memory
 
-    def allocate(self, size: int) -> Block:
-        """New device memory of `size` bytes. Freeing it waits for whatever still uses it."""
-        return self._counted(Block(self, int(self.check(driver.cuMemAlloc(max(size, 1)))), max(size, 1), pinned=False))
-
-    def allocate_pinned(self, size: int) -> Block:
-        """New host memory of `size` bytes, which the device copies from and to directly."""
-        address = int(self.check(driver.cuMemAllocHost(max(size, 1))))
-        return self._counted(Block(self, address, max(size, 1), pinned=True))
+    def allocate(self, size: int, *, pinned: bool = False) -> Block:
+        """New memory of `size` bytes: on the device, where freeing it waits for whatever still uses it, or `pinned` on
+        the host, which the device copies from and to directly."""
+        address = self.check((driver.cuMemAllocHost if pinned else driver.cuMemAlloc)(max(size, 1)))
+        return self._counted(Block(self, int(address), max(size, 1), pinned))
 
     def free(self, block: Block) -> None:
         """Free a block's memory; if the device is lost, there is nothing left to free."""
@@ -182,10 +179,6 @@ class Gpu:
         if handle == PER_THREAD_STREAM:
             raise UsageError("the per-thread default stream differs from thread to thread; give a stream of your own")
         return LEGACY_DEFAULT_STREAM if handle in LEGACY_STREAMS else Stream.from_handle(handle)
-
-    def is_legacy(self, stream: Stream) -> bool:
-        """Whether a stream is the legacy default stream."""
-        return int(stream.handle) in LEGACY_STREAMS
 
     def current_stream(self, library: str) -> Stream | None:
         """The stream on which a library enqueues its work, by the library's name; None for libraries that expose
@@ -274,21 +267,21 @@ class DeviceOutputs:
             stream: stream on which the caller reads it; if it is None, the memory is not reused.
         """
         size = max(math.prod(shape) * dtype.itemsize, 1)
+        owner: Block | _Lease
         if stream is None:
-            alone = self._allocated(size)
-            return StridedMemoryView.from_buffer(
-                Buffer.from_handle(alone.address, size, owner=alone), shape, dtype=dtype
-            )
-        key = size, int(stream.handle)
-        with self._lock:
-            idle = self._idle.get(key)
-            if idle is None:
-                self._idle.put(key, idle := [])
-        try:
-            block = idle.pop()
-        except IndexError:
-            block = self._allocated(size)
-        buffer = Buffer.from_handle(block.address, size, owner=_Lease(block, idle))
+            block = owner = self._allocated(size)
+        else:
+            key = size, int(stream.handle)
+            with self._lock:
+                idle = self._idle.get(key)
+                if idle is None:
+                    self._idle.put(key, idle := [])
+            try:
+                block = idle.pop()
+            except IndexError:
+                block = self._allocated(size)
+            owner = _Lease(block, idle)
+        buffer = Buffer.from_handle(block.address, size, owner=owner)
         return StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
 
     def _allocated(self, size: int) -> Block:
@@ -372,7 +365,7 @@ def call(
     library = library_of(next(value for value in values if on_gpu(value)))
     with gpu.current():
         callers = gpu.current_stream(library) if stream is None else gpu.stream_of(stream)
-        run_on = gpu.stream if callers is None or gpu.is_legacy(callers) else callers
+        run_on = gpu.stream if callers is None or int(callers.handle) in LEGACY_STREAMS else callers
         order = _StreamOrder(gpu, run_on, None if stream is None else callers)
         feeds: list[Feed] = [
             order.view(f"input {spec.name!r}", value) if on_gpu(value) else on_host(spec, value)

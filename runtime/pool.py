@@ -131,9 +131,6 @@ class Recent(Generic[K, T]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
 
 class HostOutputs:
     """Arrays on the host for outputs, in memory of earlier outputs that callers have released. For any number of

@@ -35,7 +35,6 @@ from attnforge.export.sources.named import check_trusted
 from attnforge.memory import resident
 from attnforge.runtime.backends.eager import run, torch_dtype
 from attnforge.runtime.backends.registry import ON_GPU, STEPPING
-from attnforge.runtime.decoding.decoder import StepSpec
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of
 
@@ -86,7 +85,7 @@ def measure_decoding(
         raise UsageError(
             f"{manifest.name} has no cache, so there is no step to time; deploy it with cache_tokens=… (--cache-tokens)"
         )
-    most = StepSpec.of(manifest).most_samples
+    _, most = manifest.inputs[0].range_of(0)
     if not 1 <= batch <= most:
         raise UsageError(f"{batch} samples were asked for; the bundle takes 1 to {most}")
     in_torch = any(DECODING_PEERS[name].engine == "torch" for name in experiment.against)

@@ -333,7 +333,7 @@ class FusedOperator:
         double = part_of(model, [str(node.outputs[0].name)], given)
         retype(double, FLOATS[:-1], DOUBLE)
         (operator,) = (inside for inside in double.graph if inside.name == node.name)
-        maps = insert(double.graph, operator, lambda op: products(op, read(op, operator)).weights, stem="weights")
+        maps, _ = insert(double.graph, operator, lambda op: products(op, read(op, operator)), stem="weights")
         weights = part_of(double, [str(maps.name)])
         to_double(weights)
         for value in values_of(weights).values():

@@ -7,7 +7,6 @@ exits with 1 if a limit is exceeded or the bundle's answer is wrong.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import attnforge
+from attnforge.atomic import temporary_folder
 from attnforge.bench.interval import ratio_of
 from attnforge.bench.results import DecodingContender, DecodingResults, Timed
 from attnforge.bundle import Bundle
@@ -44,9 +44,9 @@ def measure(
     ] = 4,
 ) -> DecodingResults:
     """Measure the times of steps and of first tokens."""
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         measured = attnforge.benchmark(
-            deployed(Path(folder)), against=["all"], decode=True, contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
+            deployed(folder), against=["all"], decode=True, contexts=CONTEXTS, prompts=PROMPTS, rounds=rounds,
             openings=openings, trust_source=True, command="", progress=say,
         )  # fmt: skip
     measured.source = f"LlamaForCausalLM {' '.join(f'{name}={size}' for name, size in SIZES.items())}"

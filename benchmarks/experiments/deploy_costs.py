@@ -7,13 +7,12 @@ load and one comparison; a deploy with an empty cache; the same deploy again; an
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any
 
+from attnforge.atomic import temporary_folder
 from attnforge.model.registry import Example
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
@@ -93,9 +92,9 @@ LIMITS = (
 
 def measure(limit: Limit) -> dict[str, Any]:
     """Measure every step, with the figures of :func:`benchmarks.deploy_steps.in_a_process`."""
-    with tempfile.TemporaryDirectory() as name:
+    with temporary_folder() as folder:
         request = DeployRequest(
-            model=limit.model.source(Path(name)), options=dict(limit.model.options), folder=Path(name),
+            model=limit.model.source(folder), options=dict(limit.model.options), folder=folder,
             tune=limit.tune, targets=limit.targets, cached=True,
         )  # fmt: skip
         steps = {"plain": "plain", "deploy": "deploy", "again": "deploy", "verify": "verify"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,13 +20,13 @@ import typer
 
 import attnforge
 from attnforge.arrays import Array
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.engines import ENGINES
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bench.contenders.quantised import QUANTISED
 from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bundle import WEIGHTS, Bundle
 from attnforge.errors import first_line
-from attnforge.export.sources.named import build
 from attnforge.export.sources.widened import Float64
 from attnforge.machine import processors
 from attnforge.model.registry import Example
@@ -85,9 +84,8 @@ def measure(
     threads: int = processors(),
 ) -> dict[str, Any]:
     """Measure every contender's error, size and time, at a batch of one and all tokens."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        return _measured(build(model.source(folder), model.options, None)[0], folder, rounds, threads)
+    with temporary_folder() as folder:
+        return _measured(model.example(), folder, rounds, threads)
 
 
 def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
         options: dict[str, Any] = {"data": calibrating, **GATE} if precision == "int8" else {}
         target = folder / precision
         bundles[precision] = deployed(example, target, target.name, precision=precision, cache=False, **options)
-    timed = _timed(names)
+    (timed,) = tokenized([" ".join(sentences(16))], names)  # one sample of full length
     contenders: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         runs: dict[str, Runner] = {}
@@ -120,8 +118,9 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
         for name, run in runs.items():
             say(f"check {name}")
             answers = [_first(run(feeds)) for feeds in tried]
-            contenders[name] |= {"error": _error(answers, truth), "cosine": _cosine(answers, truth)}
-            contenders[name]["passes"] = contenders[name]["error"] <= GATE["max_error"]
+            largest = max(map(relative_error, answers, truth))
+            passes = largest <= GATE["max_error"]
+            contenders[name] |= {"error": largest, "cosine": _cosine(answers, truth), "passes": passes}
         for name in [name for name in runs if name in QUANTISED and QUANTISED[name].engine == "openvino"]:
             make = QUANTISED[name].file
             assert make is not None
@@ -143,20 +142,8 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
     }
 
 
-def _timed(names: Sequence[str]) -> dict[str, Array]:
-    """Return one sample of full length."""
-    ids = tokenized([" ".join(sentences(16))], names)[0]
-    return {name: array[:, :TOKENS] for name, array in ids.items()}
-
-
-def _first(outputs: Any) -> Array:
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    return np.asarray(next(iter(values)), np.float64)
-
-
-def _error(answers: Sequence[Array], truth: Sequence[Array]) -> float:
-    """Return the largest relative error of a batch."""
-    return max(map(relative_error, answers, truth))
+def _first(outputs: Mapping[str, Any]) -> Array:
+    return np.asarray(next(iter(outputs.values())), np.float64)
 
 
 def _cosine(answers: Sequence[Array], truth: Sequence[Array]) -> float:

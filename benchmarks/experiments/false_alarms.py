@@ -16,11 +16,10 @@ A model that overflows at its precision, in eager mode on ordinary inputs, is re
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -30,15 +29,17 @@ import typer
 
 import attnforge
 from attnforge.arrays import is_floating
-from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle, Manifest
+from attnforge.atomic import temporary_folder
+from attnforge.bundle import CANONICAL, REFERENCE_OUTPUTS, Bundle
 from attnforge.errors import AttnforgeError, BuildError, UnavailableError
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.execute import Runner, at_own_precision
-from attnforge.export.graphs.saving import load_graph, save
+from attnforge.export.graphs.nodes import inputs_of, is_op, maker_of
+from attnforge.export.graphs.saving import load_graph
 from attnforge.export.graphs.types import LOW
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.precision.emulation import unrounded_in_fused_kernels
-from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.build import Plan
 from attnforge.model.registry import Example
 from attnforge.precision import PRECISIONS, precision_named
 from attnforge.report.render import markdown_table
@@ -48,6 +49,7 @@ from attnforge.runtime.parity.comparison import Comparison
 from attnforge.runtime.parity.verify import stored_inputs
 from benchmarks.experiment import Experiment, say
 from benchmarks.published import deployed
+from benchmarks.rtx import plan_of
 from tests.support.hostile_models import draw_hostile, make_hostile
 from tests.support.random_decoders import draw_decoder, make_decoder, places_of
 from tests.support.random_models import Recipe, draw, make
@@ -148,10 +150,10 @@ def tried(recipe: Recipe, make: Callable[[Recipe], Example] = make) -> Outcome:
         make: builds the model.
     """
     outcome = Outcome(recipe)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         try:
             bundle = deployed(
-                make(recipe), Path(folder) / "b", recipe.kind, precision=recipe.precision, tune=False, cache=False,
+                make(recipe), folder / "b", recipe.kind, precision=recipe.precision, tune=False, cache=False,
                 max_error=MAX_ERROR if recipe.precision == "int8" else None, cache_tokens=places_of(recipe),
                 keep_wrong=True,
             )  # fmt: skip
@@ -176,7 +178,9 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = load_graph(bundle, CANONICAL)
     lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
-    plan = _plan(model, manifest)
+    plan = None
+    with suppress(UnavailableError):
+        plan = plan_of(model, manifest.inputs, manifest.precision)
     fused = [s.site for s in lowered if (s.unfused is None if plan is None else plan.kernel_of(s.node) is not None)]
     run = as_compiled(model, fused, plan)
     stored, outputs = stored_inputs(bundle), bundle.tensors(REFERENCE_OUTPUTS)
@@ -204,26 +208,15 @@ def _unrounded_before_bias(model: ir.Model, plan: Plan) -> list[ir.Value]:
     """Return the 16-bit products that a kernel of `plan` keeps in float32 until it has added the bias, as in eager."""
     values: list[ir.Value] = []
     for node in model.graph:
-        if node.op_type != "Add" or not any(value is not None and value.is_initializer() for value in node.inputs):
+        if not is_op(node, "Add") or not any(value.is_initializer() for value in inputs_of(node)):
             continue
-        for value in node.inputs:
-            product = value.producer() if value is not None else None
-            if value is None or product is None or product.op_type != "MatMul" or value.dtype not in LOW:
+        for value in inputs_of(node):
+            product = maker_of(value)
+            if not is_op(product, "MatMul") or value.dtype not in LOW:
                 continue
             if not {*plan.layers_of(str(product.name))}.isdisjoint(plan.layers_of(str(node.name))):
                 values.append(value)
     return values
-
-
-def _plan(model: ir.Model, manifest: Manifest) -> Plan | None:
-    """Return the plan of TensorRT-RTX; None if TensorRT-RTX is not installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        save(model, file)
-        try:
-            return build(file, "tensorrt_rtx", manifest.inputs, manifest.precision)
-        except UnavailableError:
-            return None
 
 
 def margin(comparison: Comparison) -> float:

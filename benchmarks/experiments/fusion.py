@@ -11,17 +11,16 @@ TensorRT-RTX fused attention kernels in the plan.
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.peers import (
     export_at_18,
     fused_operators,
@@ -30,16 +29,15 @@ from attnforge.bench.contenders.peers import (
 )
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
-from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.huggingface import example
-from attnforge.export.sources.torch_module import Captured, capture
-from attnforge.export.tensorrt import build as engine
+from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 from attnforge.quiet import quiet
 from attnforge.report.render import markdown_table
 from attnforge.runtime.backends.eager import as_written
 from benchmarks.experiment import Experiment
+from benchmarks.rtx import compiled, plan_of
 from tests.support.huggingface import build, minilm, variants
 
 COLUMNS = {
@@ -74,22 +72,23 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
     plain = captured.model.clone()
     sites = canonicalize(captured.model, captured.without_effect, captured.lost).sites
     canonical = captured.model.clone()
-    lowered = for_tensorrt.lower(captured.model, sites).sites
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
+    with temporary_folder() as folder:
+        file = folder / "model.onnx"
 
         def optimized(write: Exporter, optimize: Callable[[Path], onnx.ModelProto]) -> int:
             write(model.module, model.args, model.dynamic_shapes, file)
             return fused_operators(optimize(file))
 
         def kernels() -> int:
-            plan = _plan(captured.model, captured, file)
+            lowered, plan = compiled(captured.model, sites, captured.inputs, "fp16")
             return sum(plan.kernel_of(attention.node) is not None for attention in lowered)
 
         for_ort = partial(transformers_optimizer, canonical=canonical)
         ways: dict[str, Callable[[], int]] = {
             "tensorrt_rtx": kernels,
-            "tensorrt_rtx_alone": lambda: sum(each.is_fused_attention for each in _plan(plain, captured, file).layers),
+            "tensorrt_rtx_alone": lambda: sum(
+                layer.is_fused_attention for layer in plan_of(plain, captured.inputs).layers
+            ),
             "optimizer": partial(optimized, export_at_18, for_ort),
             "optimizer_torchscript": partial(optimized, export_by_torchscript, for_ort),
             "ort_fusions": partial(optimized, export_at_18, ort_fusions),
@@ -127,24 +126,15 @@ def export_by_torchscript(module: torch.nn.Module, args: tuple[Tensor, ...], sha
         )
 
 
-def _plan(graph: ir.Model, captured: Captured, file: Path) -> engine.Plan:
-    ir.save(graph, file)
-    return engine.build(file, "tensorrt_rtx", captured.inputs, "fp16")
-
-
 def table(figures: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     rows = figures["models"]
-    columns = [
-        column for column in COLUMNS if all(column in row for row in rows.values())
-    ]  # an older file may have fewer
     lines = [
-        (name, row["sites"], *("–" if column in row["refused"] else row[column] for column in columns))
+        (name, row["sites"], *("–" if column in row["refused"] else row[column] for column in COLUMNS))
         for name, row in rows.items()
     ]
-    totals = [f"**{sum(row[column] for row in rows.values())}**" for column in ("sites", *columns)]
-    header = ("model", "sites", *(COLUMNS[column] for column in columns))
-    text = markdown_table(header, [*lines, ("**all**", *totals)])
+    totals = [f"**{sum(row[column] for row in rows.values())}**" for column in ("sites", *COLUMNS)]
+    text = markdown_table(("model", "sites", *COLUMNS.values()), [*lines, ("**all**", *totals)])
     versions = ", ".join(f"{k} {figures['tools'][k]}" for k in ("tensorrt_rtx", "onnxscript", "transformers"))
     return f"{text}\n\n– where the tool refuses the model. {versions}; `{figures['command']}`"
 

@@ -7,12 +7,10 @@ shapes of the layers' tensors in plans of static tokens. It exits with 1 if a li
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from math import inf, prod
-from pathlib import Path
 from typing import Annotated, Any
 
 import onnx_ir as ir
@@ -20,17 +18,15 @@ import typer
 
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.graphs.sizes import shape_at
-from attnforge.export.lowering import tensorrt
 from attnforge.export.masks.visibility import visibility
-from attnforge.export.sources.named import build as build_named
 from attnforge.export.sources.torch_module import Captured, capture
-from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.build import Plan
 from attnforge.export.tensorrt.process import Layer
-from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from benchmarks.experiment import Claim, Columns, Experiment, table_of, where
 from benchmarks.experiments.masks import SUBJECTS
 from benchmarks.published import CALLABLE, Published
+from benchmarks.rtx import compiled
 
 TOKENS = 4096
 MOST_OF_NEEDED, MOST_OF_ALL = 1.3, 0.65
@@ -128,11 +124,8 @@ Needed = tuple[str, int, int]
 def captured_as(model: Published, tokens: int, dynamic: str) -> Captured:
     """Capture a model in fp16, with one sample of `tokens` tokens in the example, and dynamic `tokens` or no dynamic
     dims (`none`)."""
-    options = {"batch": 1, "tokens": tokens, "max_tokens": tokens, "dynamic": dynamic}
-    with tempfile.TemporaryDirectory() as folder:
-        example: Example = build_named(model.source(Path(folder)), options, None)[0]
-        module, args, shapes = example
-        return capture(module, args, shapes, precision_named("fp16"))
+    options: dict[str, str | int] = {"batch": 1, "tokens": tokens, "max_tokens": tokens, "dynamic": dynamic}
+    return capture(*model.example(**options), precision_named("fp16"))
 
 
 def plan_of(captured: Captured, tokens: int) -> tuple[dict[str, Needed], dict[str, int | None]]:
@@ -142,20 +135,14 @@ def plan_of(captured: Captured, tokens: int) -> tuple[dict[str, Needed], dict[st
     sites = canonicalize(model).sites
     nodes = {node.name: node for node in model.graph if node.op_type == "Attention"}
     needed = {site.name: _needed(nodes[site.node], sizes) for site in sites if site.node is not None}
-    lowered = tensorrt.lower(model, sites, sizes=sizes).sites
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        ir.save(model, file, external_data="model.data")
-        plan: Plan = build(file, "tensorrt_rtx", captured.inputs, "fp16")
-    kernels = {each.site: plan.kernel_of(each.node) for each in lowered}
-    return needed, {each.site: scores_of(plan, each.node) for each in lowered if kernels[each.site] is not None}
+    lowered, plan = compiled(model, sites, captured.inputs, "fp16", sizes)
+    fused = [form for form in lowered if plan.kernel_of(form.node) is not None]
+    return needed, {form.site: scores_of(plan, form.node) for form in fused}
 
 
 def scores_of(plan: Plan, node: str) -> int | None:
-    """Return the number of scores that the fused layers of an ONNX node compute together; None if it is not fused, or
-    if a layer's tensors do not show it, as with dynamic dims."""
-    if plan.kernel_of(node) is None:
-        return None
+    """Return the number of scores that the fused layers of a fused ONNX node compute together; None if a layer's
+    tensors do not show it, as with dynamic dims."""
     names = {*plan.layers_of(node)}
     counts = [scores_of_layer(each) for each in plan.layers if each.name in names and each.is_fused_attention]
     return None if None in counts else sum(count for count in counts if count is not None)

@@ -8,19 +8,18 @@ mask, which is that of eager or of one of the bundle's backends.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor, nn
 
+from attnforge.atomic import temporary_folder
 from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.results import Growth, Model, Results
 from attnforge.bench.run import finished, new_results
@@ -179,8 +178,8 @@ SUBJECTS = (
 def measure(subject: Subject, rounds: Annotated[int, typer.Option(help="Timed rounds per contender.")] = 9) -> Results:
     """Measure the times of a subject, and how its time and memory grow."""
     measured, start = new_results("", processors(), say, with_ceilings=False), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        bundle = subject.model.deployed(Path(folder))
+    with temporary_folder() as folder:
+        bundle = subject.model.deployed(folder)
         bench = Bench(
             [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
             trust_source=True, seconds=120, progress=say,

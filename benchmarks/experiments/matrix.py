@@ -51,20 +51,11 @@ LIMIT = 1800.0
 LIBRARIES: Mapping[str, Library] = {"onnxruntime": ONNX_RUNTIME, "openvino": for_openvino.LIBRARY}
 
 
-class Release(NamedTuple):
-    """A release of a package on PyPI. ONNX Runtime's package for CPUs has the CPU kernels of that for GPUs."""
-
-    package: str
-    version: str
-
-
 RELEASES = [
-    *(
-        Release("onnxruntime", f"1.{end}")
-        for end in ("24.4", "25.1", "26.0", "27.0", "28.0", "29.0", "30.0", "31.1", "32.0")
-    ),
-    *(Release("openvino", f"2026.{end}") for end in ("0.0", "1.0", "2.1", "3.1", "4.1")),
+    *(("onnxruntime", f"1.{end}") for end in ("24.4", "25.1", "26.0", "27.0", "28.0", "29.0", "30.0", "31.1", "32.0")),
+    *(("openvino", f"2026.{end}") for end in ("0.0", "1.0", "2.1", "3.1", "4.1")),
 ]
+"""Packages on PyPI, with a version. ONNX Runtime's package for CPUs has the CPU kernels of that for GPUs."""
 
 
 class Model(NamedTuple):
@@ -126,7 +117,7 @@ def written() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def measure(release: Release) -> dict[str, Any]:
+def measure(release: tuple[str, str]) -> dict[str, Any]:
     """Install a release if it is not there yet, and run every form with it."""
     package, version = release
     site = (FOLDER / f"{package}-{version}").absolute()
@@ -198,7 +189,7 @@ EXPERIMENT = Experiment(
         if too_old(name.split()[0], release["version"]) is None
         for case, why in release["wrong"].items()
     ],
-    subjects={f"{package} {version}": Release(package, version) for package, version in RELEASES},
+    subjects={" ".join(release): release for release in RELEASES},
     threads=lambda: 1,
 )
 

@@ -8,10 +8,8 @@ binds anything. The Session does all three at every call.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnxruntime as ort
@@ -20,6 +18,7 @@ from torch import nn
 from torch.export import Dim
 
 import attnforge
+from attnforge.atomic import temporary_folder
 from attnforge.bundle import Bundle
 from attnforge.model.registry import Example, build_model
 from attnforge.runtime import cases as reference
@@ -44,8 +43,8 @@ class Subject(NamedTuple):
 
 def measure(subject: Subject, rounds: int = 60, threads: int = 2) -> dict[str, float]:
     """Measure median microseconds of a call, bare and through a Session, in turns."""
-    with tempfile.TemporaryDirectory() as folder:
-        bundle = deployed(subject.make(), Path(folder) / "bundle")
+    with temporary_folder() as folder:
+        bundle = deployed(subject.make(), folder / "bundle")
         return medians(bundle, threads if subject.spreads else 1, subject.calls, rounds)
 
 

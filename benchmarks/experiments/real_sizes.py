@@ -8,14 +8,13 @@ model, and models in the results file are kept, so an interrupted run can be res
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from attnforge.atomic import temporary_folder
 from attnforge.export.measuring import MEASURING
 from attnforge.report.render import fixed, markdown_table
 from benchmarks.child import GIB
@@ -39,10 +38,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every step of `model`: its figures, `seconds`, `cpu` seconds and `peak` bytes; or why it `failed`."""
     record: dict[str, Any] = {"kind": model.kind, "architecture": model.architecture, "tuned": tune}
-    with tempfile.TemporaryDirectory() as folder:
-        request = DeployRequest(
-            model=model.source(Path(folder)), options=dict(model.options), folder=Path(folder), tune=tune
-        )
+    with temporary_folder() as folder:
+        request = DeployRequest(model=model.source(folder), options=dict(model.options), folder=folder, tune=tune)
         for step in GROWN if model.kind == "growth" else WHOLE:
             if step == "verify" and "failed" in record["deploy"]:
                 continue

@@ -7,7 +7,6 @@ exits with 1 if something became worse.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnforge.atomic import temporary_folder
 from attnforge.bench import results as files
 from attnforge.bench.contenders.registry import peers_here
 from attnforge.bench.experiment import Experiment as Bench
@@ -105,8 +105,8 @@ def measure(
     """Measure all figures, write the page and the pictures, and compare with an earlier run."""
     earlier = files.read(old) if old is not None else None  # an unreadable file is an error before minutes are spent
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        measured = finished(run_suite(Path(folder), threads or processors(), only), start)
+    with temporary_folder() as folder:
+        measured = finished(run_suite(folder, threads or processors(), only), start)
     yield measured
     measured = Results.model_validate(files.to_five_digits(measured.model_dump(mode="json")))  # as it is written
     differences = compare(earlier, measured) if earlier is not None else None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
-import os
 import platform
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,23 +17,11 @@ import typer
 from attnforge.machine import compute_capability, cuda_devices, device_name, tool_versions, versions
 from benchmarks.experiment import RESULTS
 from benchmarks.gpu.conclusions import failed_tests, wrong_answers
-from benchmarks.gpu.decoding import decoding
-from benchmarks.gpu.device import Device
-from benchmarks.gpu.environment import environment, tests
-from benchmarks.gpu.lean import plans
-from benchmarks.gpu.parity import parity_of, supervise_models
-from benchmarks.gpu.published import published
-from benchmarks.gpu.running import TAKE, GpuRun, Task, read, step, supervise, write
+from benchmarks.gpu.running import read, supervise, write
 from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, StepResult
-from benchmarks.gpu.timings import attention, ceilings, latency, overhead
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""
-
-STEPS: dict[str, Callable[[Device], list[Task]]] = {
-    step.__name__: step for step in (environment, tests, ceilings, published, decoding, attention, latency, overhead)
-}
-"""The functions that list the tasks of each step except `parity`."""
 
 
 def main(
@@ -60,6 +44,8 @@ def main(
         hint = "run this on a machine with a CUDA device and driver; attnforge doctor lists what a machine can do"
         print(f"{missing}: nothing was run; {hint}", file=sys.stderr)
         raise typer.Exit(NO_DEVICE)
+    from benchmarks.gpu.parity import supervise_models  # imports torch
+
     results = GpuResults(
         command=shlex.join([*COMMAND.split(), *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -98,19 +84,6 @@ def _earlier_steps(out: Path, results: GpuResults) -> dict[str, StepResult]:
     return earlier.steps if earlier.machine == results.machine else {}
 
 
-def run_step(name: str, settings: Settings) -> None:
-    """Run a step, or one model's part of it, in this process, and end the process."""
-    faulthandler.enable(all_threads=False)
-    if plans.PYTHON in os.environ:
-        plans.use_lean_runtime()
-    run = GpuRun(settings, read(settings.out))
-    kind, _, model = name.partition(":")
-    device = Device(run)
-    step(run, name, partial(parity_of, device, model) if kind == "parity" else partial(STEPS[name], device))
-    sys.stdout.flush()
-    os._exit(0)  # threads that are still running, if any, must not keep the process alive
-
-
 def device_and_versions(device: int) -> dict[str, str]:
     """Return the device and the versions: figures of two runs can be combined only if these are equal."""
     return {
@@ -130,7 +103,4 @@ def cuda_driver() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [TAKE]:
-        run_step(sys.argv[2], Settings.model_validate_json(sys.argv[3]))
-    else:
-        typer.run(main)
+    typer.run(main)

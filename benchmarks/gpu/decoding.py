@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
 
 from attnforge.arrays import Array, to_numpy
 from attnforge.bench.contenders.decoding.in_torch import OfTransformers, language_model_in
 from attnforge.bench.contenders.decoding.stepper import OfDecoder, Stepper
 from attnforge.bundle import Bundle
-from attnforge.export.sources.named import build
+from attnforge.export.deploy import deploy
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import at_precision, doubled
 from attnforge.runtime.backends.registry import ON_GPU, STEPPING
@@ -23,9 +25,6 @@ from benchmarks.gpu.racing import WARM_UP, OpenContender, race
 from benchmarks.gpu.running import Task
 from benchmarks.gpu.steps import COMPILE, EAGER, Item
 from benchmarks.published import Published
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 PRECISION, BATCHES, CONTEXTS, PROMPTS = "fp16", (1, 8), (128, 1024), (16, 256, 1024)
 
@@ -52,12 +51,8 @@ def decoding(device: Device) -> list[Task]:
 @cache
 def _llama(device: Device) -> tuple[Bundle, nn.Module]:
     """Return the model with random weights, at the precision on the device, and its bundle; made once per process."""
-    from attnforge.export.deploy import deploy
-
     folder = device.scratch("decoder")
-    (module, args, shapes), _ = build(
-        Published("llama-100m", "decoder", "LlamaForCausalLM", SIZES).source(folder), OPTIONS, None
-    )
+    module, args, shapes = Published("llama-100m", "decoder", "LlamaForCausalLM", SIZES, OPTIONS).example()
     backends = device.usable(Item(), BACKENDS)
     bundle = deploy(
         module, args, folder / "bundle", shapes, PRECISION, targets_of(backends), tune=False, cache=False,
@@ -71,8 +66,8 @@ def _after(device: Device, batch: int, context: int, count: int, item: Item) -> 
     precision = precision_named(PRECISION)
     bundle, module = _llama(device)
     with device.stream(), device.products(precision), ExitStack() as stack:
-        shape, generator = (batch, context + count), device.torch.Generator().manual_seed(context)
-        ids = device.to_device(device.torch.randint(SIZES["vocab_size"], shape, generator=generator), precision)
+        shape, generator = (batch, context + count), torch.Generator().manual_seed(context)
+        ids = device.to_device(torch.randint(SIZES["vocab_size"], shape, generator=generator), precision)
         tokens = to_numpy("tokens", ids)
         truth = truth_of(device, f"{count} after {context}", precision, _last(module), _last(doubled(module)), [ids])
 

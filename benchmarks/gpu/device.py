@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from attnforge.arrays import to_numpy
 from attnforge.precision import Precision
+from attnforge.runtime.backends.eager import torch_dtype
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, why_not_here
 from attnforge.runtime.race import seconds_of
 from benchmarks.gpu.running import GpuRun
 from benchmarks.gpu.steps import Item, why_broken
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BY_QUICK = "left out by --quick"
 
@@ -31,7 +32,6 @@ class Device:
     Attributes:
         run: this process's part of the run.
         settings: settings of the run.
-        torch: the package.
         on_cuda: whether torch computes on the device.
         peers: whether torch computes on the same device as the sessions; if not, sessions are timed on NumPy arrays
             only.
@@ -39,10 +39,7 @@ class Device:
     """
 
     def __init__(self, run: GpuRun) -> None:
-        import torch
-
         self.run, self.settings = run, run.settings
-        self.torch = torch
         self.on_cuda = run.settings.place == "cuda" and torch.cuda.is_available()
         self.peers = self.on_cuda or run.settings.place == "cpu"
         self.name = f"cuda:{run.settings.device}" if self.on_cuda else "cpu"
@@ -77,12 +74,10 @@ class Device:
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context with a stream other than the default one, so that graphs can be replayed on it."""
-        return self.torch.cuda.stream(self.torch.cuda.Stream(self.name)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(torch.cuda.Stream(self.name)) if self.on_cuda else nullcontext()  # type: ignore[no-untyped-call]
 
     def to_device(self, tensor: Tensor, precision: Precision) -> Tensor:
         """Move a tensor to the device, floating-point ones at a precision; other streams may read it."""
-        from attnforge.runtime.backends.eager import torch_dtype
-
         moved = tensor.to(self.name, torch_dtype(precision) if tensor.is_floating_point() else tensor.dtype)
         self.sync()
         return moved
@@ -96,7 +91,7 @@ class Device:
     def sync(self) -> None:
         """Wait until the current stream is done."""
         if self.on_cuda:
-            self.torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def wall_ms(self, call: Callable[[], Any]) -> float:
         """Return the milliseconds until the stream is done with a call."""
@@ -113,7 +108,7 @@ class Device:
         enqueueing the call takes (`host_ms`); by the clock if torch does not compute on the device."""
         if not self.on_cuda:
             return self.wall_ms(call)
-        cuda = self.torch.cuda
+        cuda: Any = torch.cuda
         first, last = (cuda.Event(enable_timing=True) for _ in range(2))
         if hasattr(cuda, "_sleep"):
             cuda._sleep(int(CYCLES_PER_MS * min(1.5 * host_ms + 0.05, LONGEST_BUSY)))
@@ -130,24 +125,24 @@ class Device:
         if not self.on_cuda:
             return None
         self.sync()
-        self.torch.cuda.empty_cache()
-        return float(self.torch.cuda.mem_get_info(self.settings.device)[0])
+        torch.cuda.empty_cache()
+        return float(torch.cuda.mem_get_info(self.settings.device)[0])
 
     def allocated(self) -> float:
         """Return the bytes that torch has allocated now; :meth:`peak` counts from here."""
         if not self.on_cuda:
             return 0.0
-        self.torch.cuda.reset_peak_memory_stats()
-        return float(self.torch.cuda.memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return float(torch.cuda.memory_allocated())
 
     def peak(self, since: float) -> float | None:
         """Return the peak of torch's allocated bytes since :meth:`allocated`, minus its result `since`."""
-        return float(self.torch.cuda.max_memory_allocated()) - since if self.on_cuda else None
+        return float(torch.cuda.max_memory_allocated()) - since if self.on_cuda else None
 
     @contextmanager
     def products(self, precision: Precision) -> Iterator[None]:
         """Let torch compute fp32 products and convolutions in TF32 if that is the precision, otherwise in full fp32."""
-        torch, tf32 = self.torch, precision.name == "tf32"
+        tf32 = precision.name == "tf32"
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32

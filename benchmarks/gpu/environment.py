@@ -13,6 +13,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import onnxruntime as ort
+import torch
+
 from attnforge.arrays import to_numpy
 from attnforge.bundle import PORTABLE
 from attnforge.runtime.backends.registry import why_unavailable
@@ -60,17 +63,14 @@ def _device(device: Device, item: Item) -> None:
 
     attempt(item.failed, "nvidia-smi", ask)
     if device.on_cuda:
-        about = device.torch.cuda.get_device_properties(device.settings.device)
+        about = torch.cuda.get_device_properties(device.settings.device)
         item.values |= {"memory": int(about.total_memory), "multiprocessors": int(about.multi_processor_count)}
 
 
 def _software(device: Device, item: Item) -> None:
-    import onnxruntime as ort
-
-    torch = device.torch
     item.values |= {
         "torch's CUDA": torch.version.cuda,
-        "torch's cuDNN": str(torch.backends.cudnn.version()),
+        "torch's cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         "torch sees CUDA": torch.cuda.is_available(),
         "onnxruntime": ort.__version__,
         "onnxruntime's CUDA": str(getattr(ort, "cuda_version", None)),

@@ -9,28 +9,35 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
 
 from attnforge.arrays import Array
 from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
+from attnforge.cache import DeployCache
+from attnforge.export.attention.canonicalize import Site, canonicalize
+from attnforge.export.certificate import certify
+from attnforge.export.graphs.saving import Shelf
+from attnforge.export.graphs.sizes import Unmeasurable, shape_at
+from attnforge.export.reuse import Reuse
+from attnforge.export.sources.torch_module import Captured, capture
+from attnforge.export.targets.registry import TARGETS
+from attnforge.export.targets.target import Built, Job
+from attnforge.export.tensorrt.build import Builders
 from attnforge.machine import compute_capability, tool_versions
+from attnforge.model.registry import Example, build_model
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Silent, Steps
+from attnforge.runtime.backends.eager import at_precision, doubled
 from attnforge.runtime.parity.budget import judge
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.lean import plans
 from benchmarks.gpu.running import attempt
 from benchmarks.gpu.steps import HEADS, PATCH, Item, ParityCheck, capabilities
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-    from torch import Tensor
-
-    from attnforge.export.attention.canonicalize import Site
-    from attnforge.export.sources.torch_module import Captured
-    from attnforge.model.registry import Example
 
 MOST_COMPARED = 2**20
 """Maximum number of elements of an output that are compared."""
@@ -53,15 +60,11 @@ class Large:
     @cached_property
     def module(self) -> Any:
         """The module at its precision, on the device."""
-        from attnforge.runtime.backends.eager import at_precision
-
         return at_precision(self.captured.module, self.captured.precision).to(self.device.name)
 
     @cached_property
     def exact(self) -> Any:
         """The same weights in float64."""
-        from attnforge.runtime.backends.eager import doubled
-
         return doubled(self.module)
 
     def deploy(
@@ -92,14 +95,6 @@ class Large:
                 attempt(inner.failed, "tensorrt", partial(plans.add_plan, folder))
             item.failed |= dict.fromkeys(["tensorrt"] if inner.failed else [], " ".join(inner.failed.values()))
             return made
-        from attnforge.cache import DeployCache
-        from attnforge.export.certificate import certify
-        from attnforge.export.graphs.saving import Shelf
-        from attnforge.export.reuse import Reuse
-        from attnforge.export.targets.registry import TARGETS
-        from attnforge.export.targets.target import Built, Job
-        from attnforge.export.tensorrt.build import Builders
-
         captured, model = self.captured, self._at(sizes)
         folder.mkdir(parents=True, exist_ok=True)  # a target that is refused writes nothing
         wanted = capabilities(self.device.run.results) if wanted is None else wanted
@@ -147,10 +142,6 @@ class Large:
 
     def _at(self, sizes: Mapping[str, int]) -> ir.Model:
         """Return the canonical graph with numbers for its symbolic dims."""
-        import onnx_ir as ir
-
-        from attnforge.export.graphs.sizes import Unmeasurable, shape_at
-
         model = self.captured.model.clone()
         for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
             with suppress(Unmeasurable):  # a shape that depends on data stays as it is
@@ -167,9 +158,6 @@ def _fixed(specs: Sequence[TensorSpec], values: Sequence[ir.Value]) -> list[Tens
 @cache
 def large_of(device: Device, make: Callable[[], Example], precision: str) -> Large:
     """Return a model, exported once per process."""
-    from attnforge.export.attention.canonicalize import canonicalize
-    from attnforge.export.sources.torch_module import capture
-
     module, args, shapes = make()
     captured = capture(module, args, shapes, precision_named(precision))
     return Large(device, captured, canonicalize(captured.model).sites)
@@ -231,7 +219,6 @@ def truth_of(
         eager, exact: functions that run on one sample at a time, the second on floating-point inputs in float64.
         inputs: inputs on the device, samples first.
     """
-    torch = device.torch
     samples = [[tensor[i : i + 1] for tensor in inputs] for i in range(len(inputs[0]))]
     with device.products(precision_named("fp32")):
         plain = torch.cat([eager(*sample).reshape(-1) for sample in samples])
@@ -280,15 +267,13 @@ class PatchPoint:
 
     def images(self, device: Device) -> Tensor:
         """Return random images of unit variance on the device, shape (batch, 3, side, side)."""
-        generator = device.torch.Generator().manual_seed(self.side)
-        images = device.torch.randn((self.batch, 3, self.side, self.side), generator=generator)
+        generator = torch.Generator().manual_seed(self.side)
+        images = torch.randn((self.batch, 3, self.side, self.side), generator=generator)
         return device.to_device(images, precision_named(self.precision))
 
 
 def patch_attention() -> Example:
     """Return the registered model, with small images for the export."""
-    from attnforge.model.registry import build_model
-
     return build_model("patch-attention", image_size=32, max_image_size=64)
 
 

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 import typer
 
+from attnforge.bench.contenders.peers import torch_runner
 from attnforge.bundle import FLAVOURS, Bundle
 from attnforge.errors import UnavailableError
+from attnforge.export.deploy import deploy
+from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
+from attnforge.runtime.backends.eager import at_precision
 from attnforge.runtime.backends.registry import why_unavailable
 from attnforge.runtime.parity.verify import BackendReport, hold
 from attnforge.runtime.session import load
@@ -36,9 +40,6 @@ from benchmarks.gpu.steps import (
     capabilities,
 )
 
-if TYPE_CHECKING:
-    from attnforge.model.registry import Example
-
 PRECISIONS_TRIED = ("fp16", "fp32", "bf16", "tf32")
 MODELS_FIRST = (
     "vit", "patch-attention", "multi-head-attention", "transformer-encoder", "cross-attention",
@@ -50,8 +51,6 @@ COMPARED = ("vit", "patch-attention", "multi-head-attention")
 
 def models() -> list[str]:
     """Return every registered model, the most important ones first."""
-    from attnforge.model.registry import MODELS
-
     return list(dict.fromkeys([*MODELS_FIRST, *MODELS]))
 
 
@@ -147,8 +146,6 @@ def _for_lean_runtime(device: Device, model: str, precision: str) -> Bundle:
 def _deploy(
     model: str, precision: str, folder: Path, targets: Sequence[str] | None = None, wanted: Sequence[str] = ()
 ) -> Bundle:
-    from attnforge.export.deploy import deploy
-
     module, args, shapes = small(model)
     return deploy(
         module, args, folder, shapes, precision, targets, model,
@@ -169,8 +166,6 @@ def deploy_all(folder: Path) -> None:
 
 def small(model: str) -> Example:
     """Return a registered model; patch-attention with small images, because it runs in float64 on the CPU here."""
-    from attnforge.model.registry import build_model
-
     return patch_attention() if model == "patch-attention" else build_model(model)
 
 
@@ -217,13 +212,10 @@ def _ask_polygraphy(device: Device, bundle: Bundle, flavour: str, item: Item) ->
 
 def _verify_torch(device: Device, model: str, precision: str, item: Item) -> None:
     """Check eager and torch.compile on the device, against the same budget in the same cases."""
-    from attnforge.bench.contenders.peers import torch_runner
-    from attnforge.runtime.backends.eager import at_precision
-
     if not device.peers:
         item.skipped["torch"] = "torch has no CUDA here"
         return
-    torch, p = device.torch, precision_named(precision)
+    p = precision_named(precision)
     bundle = _bundle(device, model, precision)
     module = at_precision(small(model).module, p).to(device.name)
     for name in (EAGER, COMPILE):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from attnforge.model.registry import Example
 from attnforge.precision import precision_named
@@ -17,9 +17,7 @@ from benchmarks.gpu.racing import in_session, race
 from benchmarks.gpu.running import Task
 from benchmarks.gpu.steps import SDPA, Item
 from benchmarks.gpu.timings import feeds_of, peers_of, sessions
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from benchmarks.published import Published
 
 PRECISION, BATCHES, TOKENS = "fp16", (1, 8), 128
 
@@ -39,14 +37,7 @@ MODELS: dict[str, Callable[[], Example]] = {"BERT-base": bert_base, "ViT-B/16": 
 
 def _states(architecture: str, **options: str | int) -> Example:
     """Return an architecture of transformers with random weights, whose output is the states of its last layer."""
-    import torch
-
-    from attnforge.export.sources.named import build
-    from benchmarks.published import Published
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Published(architecture, "encoder", architecture).source(Path(folder))
-        (model, args, shapes), _ = build(source, {key: str(value) for key, value in options.items()}, None)
+    model, args, shapes = Published(architecture, "encoder", architecture).example(**options)
 
     class LastStates(torch.nn.Module):
         def __init__(self) -> None:
@@ -90,7 +81,7 @@ def _published(device: Device, make: Callable[[], Example], batch: int, item: It
 
 def _inputs(device: Device, large: Large, batch: int) -> list[Tensor]:
     """Return inputs on the device: random images, or sentences of other lengths in each sample."""
-    torch, inputs = device.torch, []
+    inputs = []
     for spec, example in zip(large.captured.inputs, large.captured.args, strict=True):
         if spec.name == "mask":
             lengths = torch.tensor([[TOKENS - 12 * i] for i in range(batch)])

@@ -8,7 +8,8 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,6 @@ def device_lost() -> bool:
 
 # --- a process for each step ------------------------------------------------------------------------------------------
 
-TAKE = "--take"
 RESTARTS, GRACE = 6, 20.0
 """How often a step whose process died continues in a new one; seconds that a task may exceed the time limit by."""
 
@@ -159,21 +159,15 @@ def supervise(settings: Settings, name: str) -> None:
     """
     log = Path(settings.scratch) / f"{name.replace(':', '-')}.log"
     for _ in range(1 + RESTARTS):
-        if settings.ends - time.time() < LEAST:
-            _leave_out(settings, name, NO_TIME)
-            return
-        code = _in_process(settings, name, log)
-        if code == 0:
-            return
+        code = _in_process(settings, name, log) if settings.ends - time.time() >= LEAST else None
         if code is None:
             _leave_out(settings, name, NO_TIME)
+        if not code:
             return
-        logged = last_words(log.read_text(encoding="utf-8", errors="replace"))
-        record = read(settings.out).steps.get(name, StepResult())
         if code != LOST:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            _died(settings, name, f"its process {how}. Its log: {logged}")
-            if record.doing is None:
+            logged = last_words(log.read_text(encoding="utf-8", errors="replace"))
+            if not _died(settings, name, f"its process {how}. Its log: {logged}"):
                 return
     _leave_out(settings, name, f"its step's process had died {1 + RESTARTS} times")
 
@@ -183,34 +177,41 @@ def _in_process(settings: Settings, name: str, log: Path) -> int | None:
     variables = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
     seconds = max(settings.ends + GRACE - time.time(), 1.0)
     ended = run_child(
-        "benchmarks.gpu", TAKE, name, settings.model_dump_json(), log=log, seconds=seconds, variables=variables
+        "benchmarks.gpu.one_step", name, settings.model_dump_json(), log=log, seconds=seconds, variables=variables
     )
     return ended.code if ended.why is None else None
 
 
-def _leave_out(settings: Settings, name: str, why: str) -> None:
-    """Record the planned tasks that a step did not finish, or the whole step if it had not planned any."""
+@contextmanager
+def _changing(settings: Settings, name: str) -> Iterator[StepResult]:
+    """Read the results of a step whose process is over, let the block change them, and write them; no task is running
+    any more."""
     results = read(settings.out)
     record = results.steps.setdefault(name, StepResult())
-    if record.doing is not None:
-        record.left_out[record.doing] = UNDER_WAY
-    for key in record.planned or [WHOLE]:
-        if key not in record.items:
-            record.left_out.setdefault(key, why)
+    yield record
     record.doing = None
     write(results, settings.out)
 
 
-def _died(settings: Settings, name: str, why: str) -> None:
-    """Record that a step's process died, with the task that it was running."""
-    results = read(settings.out)
-    record = results.steps.setdefault(name, StepResult())
-    if record.doing is None:
-        record.failed[WHOLE] = why
-    else:
-        record.items.setdefault(record.doing, Item()).failed[FATAL] = why
-        record.doing = None
-    write(results, settings.out)
+def _leave_out(settings: Settings, name: str, why: str) -> None:
+    """Record the planned tasks that a step did not finish, or the whole step if it had not planned any."""
+    with _changing(settings, name) as record:
+        if record.doing is not None:
+            record.left_out[record.doing] = UNDER_WAY
+        for key in record.planned or [WHOLE]:
+            if key not in record.items:
+                record.left_out.setdefault(key, why)
+
+
+def _died(settings: Settings, name: str, why: str) -> bool:
+    """Record that a step's process died; return whether it was running a task, which is then not run again."""
+    with _changing(settings, name) as record:
+        task = record.doing
+        if task is None:
+            record.failed[WHOLE] = why
+        else:
+            record.items.setdefault(task, Item()).failed[FATAL] = why
+    return task is not None
 
 
 def last_words(log: str) -> str:

@@ -10,11 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from attnforge.arrays import to_numpy
+from attnforge.bench.contenders.peers import using_sdpa
 from attnforge.bench.limits import best_rate
+from attnforge.bench.limits.work import work_of
 from attnforge.bundle import FLAVOURS, Bundle
+from attnforge.model.attention import attention as decomposed
+from attnforge.model.registry import Example
 from attnforge.precision import precision_named
 from attnforge.runtime.race import seconds_of
 from attnforge.runtime.session import load
@@ -47,11 +57,6 @@ from benchmarks.gpu.steps import (
     is_ours,
 )  # fmt: skip
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from attnforge.model.registry import Example
-
 CEILING_SECONDS = 0.3
 """Seconds for each ceiling."""
 
@@ -66,7 +71,7 @@ def ceilings(device: Device) -> list[Task]:
 
 
 def _product(device: Device, name: str, item: Item) -> None:
-    torch, precision = device.torch, precision_named(name)
+    precision = precision_named(name)
     size = 8192 if device.on_cuda else 128
     with device.products(precision), device.stream():
         a, b = (device.to_device(torch.randn(size, size), precision) for _ in range(2))
@@ -78,8 +83,8 @@ def _product(device: Device, name: str, item: Item) -> None:
 def _copy(device: Device, item: Item) -> None:
     size = 2**31 if device.on_cuda else 2**20
     with device.stream():
-        source = device.torch.zeros(size, dtype=device.torch.uint8, device=device.name)
-        target = device.torch.empty_like(source)
+        source = torch.zeros(size, dtype=torch.uint8, device=device.name)
+        target = torch.empty_like(source)
         rate = _best_rate(device, lambda: target.copy_(source), 2 * size)
     item.values["gb_per_s"] = rate / 1e9
 
@@ -116,7 +121,7 @@ def feeds_of(device: Device, bundle: Bundle, inputs: Sequence[Tensor]) -> list[A
     """Return a bundle's inputs, integers in its own type."""
     specs = bundle.manifest.inputs
     return [
-        device.feed(tensor if tensor.is_floating_point() else tensor.to(getattr(device.torch, spec.dtype)))
+        device.feed(tensor if tensor.is_floating_point() else tensor.to(getattr(torch, spec.dtype)))
         for spec, tensor in zip(specs, inputs, strict=True)
     ]
 
@@ -133,13 +138,7 @@ def attention(device: Device) -> list[Task]:
 
 
 def _attention(device: Device, tokens: int, item: Item) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from attnforge.bench.limits.work import work_of
-    from attnforge.model.attention import attention as decomposed
-
-    torch, precision = device.torch, precision_named("fp16")
+    precision = precision_named("fp16")
     large = large_of(device, attention_alone, "fp16")
     shape = (1, HEADS, tokens, HEAD)
     work = work_of(large.captured.model, {"tokens": tokens})
@@ -164,14 +163,10 @@ def _attention(device: Device, tokens: int, item: Item) -> None:
 
 def attention_alone() -> Example:
     """Return scaled dot-product attention of three heads over any number of tokens."""
-    import torch
-    from torch.export import Dim
 
-    from attnforge.model.registry import Example
-
-    class ScaledDotProductAttention(torch.nn.Module):
+    class ScaledDotProductAttention(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+            return scaled_dot_product_attention(query, key, value)
 
     tokens = Dim("tokens", min=2, max=2**16)
     args = tuple(torch.randn(3, 1, HEADS, 48, HEAD, generator=torch.Generator().manual_seed(0)))
@@ -214,9 +209,6 @@ def _latency(device: Device, point: PatchPoint, item: Item) -> None:
 
 def peers_of(device: Device, module: nn.Module, inputs: Sequence[Tensor], batch: int) -> Ways:
     """Return torch's ways of running the same module on the same inputs of `batch` samples."""
-    from attnforge.bench.contenders.peers import using_sdpa
-
-    torch = device.torch
     torch.compiler.reset()  # otherwise it stops compiling after a number of sizes
 
     def compiled(mode: str | None) -> OpenContender:
@@ -283,7 +275,7 @@ def _one_call(device: Device, backend: str, item: Item) -> None:
             f"{backend}, NumPy in and out, graphs=False": partial(opened, [array], graphs=False),
         }
         if device.peers:
-            target = device.torch.empty(1, point.tokens, WIDTH, dtype=images.dtype, device=device.name)
+            target = torch.empty(1, point.tokens, WIDTH, dtype=images.dtype, device=device.name)
             ways[f"{backend}, out given"] = partial(opened, [feed], out=target)
         race(device, item, ways, truth, 1)
 

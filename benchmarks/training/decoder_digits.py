@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import typer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from attnforge.model.decoder import CausalAttention, Decoder, SwiGLU
 from attnforge.model.decoder_digits import CHARACTERS, CLASSES, END, INK, PROMPT, TOKENS, tokens_of
 from attnforge.model.digits import DigitsSplit, load_digits_split
 from attnforge.model.registry import DECODER_DIGITS, build_model
-from benchmarks.training.digits import training_options
+from benchmarks.training.digits import Out, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,21 +156,20 @@ def share_read(tokens: Tensor, classifier: nn.Module) -> float:
         return sum(int(classifier(image[None]).argmax() == label) for label, image in images) / len(tokens)
 
 
-def main() -> None:
+def main(out: Out, epochs: int = 40, seed: Seed = 0) -> None:
     """Train the decoder, print what it learnt, and write the weights and the tokenizer."""
-    options = training_options("decoder_digits", "Train the decoder that writes digits.", epochs=40)
     tokenizer = make_tokenizer()
     split = load_digits_split()
-    model = train(split, epochs=options.epochs, seed=options.seed)
+    model = train(split, epochs, seed=seed)
     print(f"held-out {bits_per_token(model, split):.4f} bits per token on {len(split.test_labels)} scans")
     classifier = build_model("patch-attention-digits").module
     for name, each, temperature in ("greedy", 1, 0.0), ("sampled", 50, 1.0):
         digits = write_digits(model, each, temperature)
         print(f"{name} {share_read(digits, classifier):.3f} of {len(digits)} digits read as the requested class")
     print(text_of(write_digits(model, 1, 1.0).flatten()))
-    save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, options.out)
-    tokenizer.save(str(options.out.with_suffix(".tokenizer.json")))
+    save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, out)
+    tokenizer.save(str(out.with_suffix(".tokenizer.json")))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

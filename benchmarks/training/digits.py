@@ -6,10 +6,11 @@ It produced the file that ships with the package, ``model/weights/patch-attentio
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,24 +54,18 @@ def accuracy(model: PatchAttentionClassifier, images: Tensor, labels: Tensor) ->
         return float((model(images).argmax(-1) == labels).double().mean())
 
 
-def training_options(module: str, description: str, epochs: int) -> argparse.Namespace:
-    """Parse the options `out`, `epochs` and `seed` of a training command."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.training.{module}", description=description)
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the shuffling; the split is fixed")
-    return parser.parse_args()
+Out = Annotated[Path, typer.Option(help="The safetensors file to write.")]
+Seed = Annotated[int, typer.Option(help="Seed of the weights and the shuffling; the split is fixed.")]
 
 
-def main() -> None:
+def main(out: Out, epochs: int = 150, seed: Seed = 0) -> None:
     """Train the classifier, print its accuracies, and write the weights."""
-    options = training_options("digits", "Train the digits classifier.", epochs=150)
     split = load_digits_split()
-    model = train(split, epochs=options.epochs, seed=options.seed)
+    model = train(split, epochs, seed=seed)
     for name, images, labels in ("train", split.train_images, split.train_labels), ("held-out", *split[2:]):
         print(f"{name} accuracy {accuracy(model, images, labels):.4f} on {len(labels)} images")
-    save_file(model.state_dict(), options.out)
+    save_file(model.state_dict(), out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

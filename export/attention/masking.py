@@ -208,7 +208,6 @@ def allowed(writer: SiteWriter, step: Fill | Zeroing) -> ir.Value:
 
 def any_key(op: Builder, mask: ir.Value) -> ir.Value:
     """`(…, 1)`, boolean: whether a mask, boolean or additive, lets a query attend to any key."""
-    assert mask.dtype is not None
     open_keys = mask
     if mask.dtype != BOOL:
         # Not a reduction of the mask itself: TensorRT would merge that into the softmax and not fuse the attention.

@@ -94,5 +94,4 @@ def _joined(op: Builder, masks: list[ir.Value]) -> ir.Value | None:
     allowed = all_of(op, conditions)
     if mask is None:
         return allowed
-    assert mask.dtype is not None
     return broadcast_like(op.Where(allowed, mask, constant(op, -np.inf, mask.dtype)), mask, allowed)

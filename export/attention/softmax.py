@@ -1,28 +1,54 @@
-"""Restore a decomposed softmax to a Softmax.
+"""Restore a decomposed softmax to a Softmax, and multiply each softmax of a sum by the values.
 
-Three forms are recognised: `exp(x) / sum(exp(x))`, with or without the maximum subtracted; `exp(log_softmax(x))`; and
-the division after the product with the values, `(exp(x) @ v) / sum(exp(x))`. If the maximum is not subtracted, the
-graph may overflow where Softmax does not; wherever the graph is finite, both give the same result.
+Three forms of a decomposed softmax are recognised: `exp(x) / sum(exp(x))`, with or without the maximum subtracted;
+`exp(log_softmax(x))`; and the division after the product with the values, `(exp(x) @ v) / sum(exp(x))`. If the maximum
+is not subtracted, the graph may overflow where Softmax does not; wherever it is finite, both give the same result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+from itertools import permutations, repeat
+
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.export.graphs.build import insert, like, replace_value
-from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.build import (
+    Builder,
+    broadcast_like,
+    constant,
+    dims_of,
+    insert,
+    like,
+    replace_value,
+    resized,
+)
+from attnforge.export.graphs.nodes import (
+    VIEWS,
+    constant_of,
+    input_of,
+    inputs_of,
+    is_op,
+    maker_of,
+    optional_input,
+    rank_of,
+)
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """Operators that may lie between a softmax and a guard against its NaN."""
 
 
 def restore_softmax(model: ir.Model) -> PassResult:
-    """Rewrite every decomposed softmax of `model`, in place."""
+    """Rewrite every decomposed softmax and every product of a sum of softmaxes of `model`, in place."""
     modified = False
     for node in list(model.graph):
         if is_op(node, "Div", "Exp"):
             modified |= _restore(model.graph, node)
+    for node in list(model.graph):
+        if is_op(node, "MatMul"):
+            modified |= _distribute(model.graph, node)
     return PassResult(model, modified)
 
 
@@ -53,15 +79,20 @@ def _softmax(graph: ir.Graph, at: ir.Node, source: ir.Value, axis: int) -> ir.Va
 
 def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
     """The scores and axis of the softmax that a Div computes; None if it is not a softmax."""
-    exp, (total, axis) = _maker(div.inputs[0]), _sum_over(_maker(div.inputs[1]))
-    if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
+    exp, total = (_maker(value) for value in div.inputs)
+    scores = _summed(exp, total)
+    if scores is None or exp is None or div.outputs[0].dtype != exp.outputs[0].dtype:
         return None
-    source = exp.inputs[0]
-    if axis is None or _maker(total.inputs[0]) is not exp or div.outputs[0].dtype != exp.outputs[0].dtype:
+    return scores if _is_shifted(*scores) or not _is_guarded(div.outputs[0]) else None
+
+
+def _summed(exp: ir.Node | None, total: ir.Node | None) -> tuple[ir.Value, int] | None:
+    """The exponents of the exponentials that `exp` computes, and the axis along which `total` sums them; None if they
+    are no such nodes."""
+    total, axis = _sum_over(total)
+    if not is_op(exp, "Exp") or not is_op(total, "ReduceSum") or _maker(total.inputs[0]) is not exp:
         return None
-    if source is None or (not _is_shifted(source, axis) and _is_guarded(div.outputs[0])):
-        return None
-    return source, axis
+    return (input_of(exp), axis) if axis is not None else None
 
 
 def _is_shifted(scores: ir.Value, axis: int) -> bool:
@@ -104,16 +135,10 @@ def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
 
 def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:
     """The same for a Div of a product of exponentials and values by the sum of the exponentials."""
-    exp, total = maker_of(optional_input(product, 0)), _maker(div.inputs[1])
     if not is_op(product, "MatMul") or len(product.outputs[0].uses()) != 1 or product.outputs[0].is_graph_output():
         return None
-    if exp is None or total is None or exp.op_type != "Exp" or total.op_type != "ReduceSum":
-        return None
-    weights, source = exp.outputs[0], exp.inputs[0]
-    if before_casts(total.inputs[0]) is not weights or source is None or weights.shape is None:
-        return None
-    last = len(weights.shape) - 1
-    return (source, last) if one_axis(total) == last and last > 0 else None
+    source, axis = _summed(maker_of(input_of(product)), _maker(div.inputs[1])) or (None, 0)
+    return (source, axis) if source is not None and axis == rank_of(source) - 1 > 0 else None
 
 
 def by_hand(div: ir.Node) -> tuple[ir.Value, int] | None:
@@ -167,3 +192,96 @@ def one_axis(node: ir.Node, keepdims: int = 1) -> int | None:
     if source is None or source.shape is None:
         return None
     return int(axes.item()) % len(source.shape)
+
+
+# --- sums of softmaxes ------------------------------------------------------------------------------------------------
+
+
+def _distribute(graph: ir.Graph, product: ir.Node) -> bool:
+    """Replace `(a ± b) @ v`, where `a` or `b` is a softmax times factors of its rows, by `a @ v ± b @ v`; return
+    whether the product is one.
+
+    The sum may have more terms, and may be divided by its total, as in ConViT (https://arxiv.org/abs/2103.10697). A
+    softmax adds up to one, so its factors are its share of the total.
+    """
+    weights, values = map(partial(input_of, product), (0, 1))
+    whole, div, result = weights, maker_of(weights), product.outputs[0]
+    if div is not None and _is_divided_by_its_total(div):
+        whole = input_of(div)
+    terms = _terms(whole)
+    factors = [_factors_of_rows(term) for _, term in terms]
+    users = {use.node for value in (whole, weights) for use in value.uses()}
+    if len(users) > (3 if whole is not weights else 1) or whole.is_graph_output() or weights.is_graph_output():
+        return False
+    if len(terms) == 1 or not any(found is not None for found in factors):
+        return False
+    if rank_of(values) < 2 or rank_of(result) < 2 or dims_of(values)[:-2] != dims_of(result)[:-2]:
+        return False
+    if whole is not weights and any(rank_of(term) != rank_of(whole) for _, term in terms):
+        return False
+
+    def build(op: Builder) -> ir.Value:
+        def joined(parts: Iterable[ir.Value], kinds: Iterable[str]) -> ir.Value:
+            first, *others = parts
+            for kind, other in zip(kinds, others, strict=False):
+                first = broadcast_like(op.op(kind, [first, other]), first, other)
+            return first
+
+        def total(term: ir.Value, of_rows: list[ir.Value] | None) -> ir.Value:
+            if of_rows is None or any(rank_of(factor) != rank_of(term) for factor in of_rows):
+                return resized(op.ReduceSum(term, constant(op, [-1])), term, -1, 1)
+            return joined([constant(op, np.ones([1] * rank_of(term)), term.dtype), *of_rows], repeat("Mul"))
+
+        kinds, parts = [kind for kind, _ in terms[1:]], [part for _, part in terms]
+        outputs = joined([like(op.MatMul(part, values), result) for part in parts], kinds)
+        if whole is weights:
+            return outputs
+        return like(op.Div(outputs, joined(map(total, parts, factors), kinds)), result)
+
+    replace_value(result, insert(graph, product, build, stem=f"{product.name}/distributed"))
+    return True
+
+
+def _terms(whole: ir.Value) -> list[tuple[str, ir.Value]]:
+    """The terms of a sum, each with the operator that joins it to those before it."""
+    node = maker_of(whole)
+    if not is_op(node, "Add", "Sub"):
+        return [("Add", whole)]
+    terms: list[tuple[str, ir.Value]] = []
+    for side in inputs_of(node):
+        if rank_of(side) < 2 or dims_of(side)[-2:] != dims_of(whole)[-2:]:
+            return [("Add", whole)]
+        within = [("Add", side)] if len(side.uses()) > 1 else _terms(side)
+        negative = node.op_type == "Sub" and bool(terms)
+        terms += [({"Add": "Sub", "Sub": "Add"}[kind], term) for kind, term in within] if negative else within
+    return terms
+
+
+def _factors_of_rows(weights: ir.Value) -> list[ir.Value] | None:
+    """The factors between a softmax over the last axis and `weights`, each the same for all elements of a row; None if
+    `weights` are computed in another way."""
+    node = maker_of(weights)
+    if is_op(node, "Softmax"):
+        return [] if node.attributes.get_int("axis", -1) in (-1, rank_of(weights) - 1) else None
+    if is_op(node, "Mul"):
+        for inner, factor in permutations(map(partial(input_of, node), (0, 1))):
+            if factor.shape is not None and (not factor.shape or factor.shape[-1] == 1):
+                found = _factors_of_rows(inner)
+                return None if found is None else [*found, factor]
+    return None
+
+
+def _is_divided_by_its_total(div: ir.Node) -> bool:
+    """Whether a Div divides each row of a value by the sum of the row."""
+    if not is_op(div, "Div"):
+        return False
+    whole, divisor = map(partial(input_of, div), (0, 1))
+    total = maker_of(divisor)
+    if is_op(total, "Unsqueeze"):
+        total = maker_of(total.inputs[0])
+    if not is_op(total, "ReduceSum") or total.inputs[0] is not whole:
+        return False
+    axes = constant_of(optional_input(total, 1))
+    if axes is None or axes.size != 1 or int(axes.item()) not in (-1, rank_of(whole) - 1):
+        return False
+    return rank_of(divisor) == rank_of(whole) and dims_of(divisor)[-1] == 1

@@ -31,7 +31,7 @@ from attnforge.export.attention.operands import (
 )
 from attnforge.export.attention.softmax import before_casts
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import VIEWS, input_of, inputs_of, is_op
+from attnforge.export.graphs.nodes import VIEWS, input_of, inputs_of, is_op, upstream
 from attnforge.export.graphs.sizes import ONE, LayoutError, sizes_of
 
 
@@ -330,12 +330,8 @@ def _shift_by_maximum(node: ir.Node, position: Position, steps: ScoreSteps) -> f
         value = maker.inputs[0]
     if not any(maker.op_type == "ReduceMax" for maker in nodes):
         return None
-    scores: ir.Value | None = left
-    while scores is not None and scores is not value:  # casts that the scores themselves go through
-        maker = scores.producer()
-        nodes = [node for node in nodes if node is not maker]
-        scores = maker.inputs[0] if maker is not None else None
-    return frozenset(nodes)
+    casts = {scores.producer() for scores in upstream([left], lambda scores: scores is value)}
+    return frozenset(maker for maker in nodes if maker not in casts)  # without those that the scores go through
 
 
 # --- forks and ends of the walk ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import onnx_ir as ir
@@ -35,7 +35,7 @@ from attnforge.export.decoding.kept import KEPT, compute_kept, last_products
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.build import Builder, constant, insert, like, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
 from attnforge.export.graphs.nodes import input_of, is_op, numpy_type
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
@@ -52,23 +52,6 @@ PAST = "past"
 """Name of the input with the number of cached tokens of each sample."""
 
 INT64 = ir.DataType.INT64
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The input with tokens.
-
-    Attributes:
-        spec: its spec in the manifest.
-        value: its value in the graph.
-        batch: the number of samples.
-        count: the dim of the number of tokens.
-    """
-
-    spec: TensorSpec
-    value: ir.Value
-    batch: int | DimSpec
-    count: DimSpec
 
 
 def with_cache(
@@ -95,15 +78,13 @@ def with_cache(
         NotByPosition: positions change with the number of tokens, or end before the cache does.
     """
     graph = model.graph
-    tokens = _tokens(graph, inputs, outputs, capacity)
-    symbol = tokens.count.symbol
+    tokens, count = _tokens(inputs, outputs, capacity)
+    batch, symbol, ids = tokens.dims[0], count.symbol, graph.inputs[0]
     cached = sites_over_tokens(model, sites)
     _check_sites(sites, cached)
     sinks = _without_sinks(graph, cached)
     attended = list(attentions(model, cached))
-    seen = {
-        a.node.name: replace(_seen(site, a, tokens.count, capacity), sinks=sinks[a.node.name]) for site, a in attended
-    }
+    seen = {a.node.name: replace(_seen(site, a, count, capacity), sinks=sinks[a.node.name]) for site, a in attended}
     for _, a in attended:  # their masks are rewritten, so the nodes that compute the old ones need no check
         a.node.resize_inputs(3)
         a.node.attributes.pop("is_causal", None)
@@ -112,15 +93,15 @@ def with_cache(
     if fixed := [output for output in graph.outputs if output not in kinds.by_token]:
         raise UsageError(f"output {fixed[0].name} does not depend on the tokens; remove it from what forward returns")
     names = [str(a.node.name) for _, a in attended]
-    samples = tokens.batch.symbol if isinstance(tokens.batch, DimSpec) else None
+    samples = batch.symbol if isinstance(batch, DimSpec) else None
     numbering = check_by_token(graph, kinds, symbol, names, samples)
     products = last_products(graph, *kinds)
     past, kept = ir.Value(name=_unused(graph, PAST)), ir.Value(name=_unused(graph, KEPT, inputs))
-    graph.inputs.append(typed(past, INT64, [_dim(tokens.batch)]))
+    graph.inputs.append(typed(past, INT64, [_dim(batch)]))
     graph.inputs.append(typed(kept, INT64, [ir.SymbolicDim(str(kept.name))]))
-    positions = _positions(graph, tokens, past)
-    least = max(tokens.count.min or 1, 1)
-    look_up_positions(model, kinds, symbol, tokens.value, positions, capacity, least, numbering)
+    positions = _positions(graph, past)
+    least = max(count.min or 1, 1)
+    look_up_positions(model, kinds, symbol, ids, positions, capacity, least, numbering)
     compute_kept(graph, kept, products)
     masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
     caches = []
@@ -128,18 +109,17 @@ def with_cache(
         mask = seen[a.node.name], a.dtype
         if mask not in masks:
             masks[mask] = _mask(graph, positions, *mask, capacity, stem=f"decoding/mask{len(masks) or ''}")
-        keys, values = _cached(graph, attention_of(a.node), tokens, past, i, capacity, mask[0].sinks is not None)
+        keys, values = _cached(graph, attention_of(a.node), batch, past, i, capacity, mask[0].sinks is not None)
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
         a.node.metadata_props.update(mask[0].metadata)
         caches.append(CacheSpec(site=site.name, key=keys, value=values, window=mask[0].window))
     graph.opset_imports[""] = max(graph.opset_imports.get("", 0), OPSET)
     model.ir_version = max(model.ir_version, 11)
-    ids = index_range(tokens.value)
-    vocabulary = ids[1] + 1 if ids is not None else None
+    range_of_ids = index_range(ids)
     return Decoding(
-        tokens=tokens.spec.name, past=str(past.name), kept=str(kept.name), places=capacity, caches=caches,
-        vocabulary=vocabulary,
+        tokens=tokens.name, past=str(past.name), kept=str(kept.name), places=capacity, caches=caches,
+        vocabulary=range_of_ids[1] + 1 if range_of_ids is not None else None,
     )  # fmt: skip
 
 
@@ -156,8 +136,8 @@ def one_token(inputs: Sequence[TensorSpec]) -> dict[str, Range]:
 # --- checks of the model ----------------------------------------------------------------------------------------------
 
 
-def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], capacity: int) -> _Tokens:
-    """The only input, whose second dim is the tokens.
+def _tokens(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], capacity: int) -> tuple[TensorSpec, DimSpec]:
+    """The only input, and its second dim, the number of tokens.
 
     Raises:
         UsageError: there are other inputs, dims are not as required, or a call may have more tokens than the cache.
@@ -193,7 +173,7 @@ def _tokens(graph: ir.Graph, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
                 f"output {output.name} is {output.text()}; a decoder with a cache returns a result for every token: "
                 "(batch, tokens, …)"
             )
-    return _Tokens(spec, graph.inputs[0], spec.dims[0], count)
+    return spec, count
 
 
 def sites_over_tokens(model: ir.Model, sites: Sequence[Site]) -> list[Site]:
@@ -304,25 +284,26 @@ def _dim(dim: int | DimSpec) -> int | ir.SymbolicDim:
     return dim if isinstance(dim, int) else ir.SymbolicDim(dim.text)
 
 
-def _unused(graph: ir.Graph, name: str, dims_of: Sequence[TensorSpec] = ()) -> str:
-    """A name that no input, output or weight has, and no dim of some inputs."""
+def _unused(graph: ir.Graph, name: str, specs: Sequence[TensorSpec] = ()) -> str:
+    """A name that no input, output or weight has, and no dim of the inputs with `specs`."""
     taken = {str(value.name) for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
-    taken |= {dim.symbol for spec in dims_of for dim in spec.dims if isinstance(dim, DimSpec)}
+    taken |= {dim.symbol for spec in specs for dim in spec.dims if isinstance(dim, DimSpec)}
     while name in taken:
         name += "_"
     return name
 
 
-def _positions(graph: ir.Graph, tokens: _Tokens, past: ir.Value) -> ir.Value:
+def _positions(graph: ir.Graph, past: ir.Value) -> ir.Value:
     """`(batch, tokens)`, int64: the position of every new token in its sample."""
+    tokens = graph.inputs[0]
 
     def build(op: Builder) -> ir.Value:
         zero, step = constant(op, 0), constant(op, 1)
-        count = op.Squeeze(op.Shape(tokens.value, start=1, end=2), constant(op, [0]))
+        count = op.Squeeze(op.Shape(tokens, start=1, end=2), constant(op, [0]))
         following = op.Unsqueeze(op.Range(zero, count, step), constant(op, [0]))
         positions = op.Add(op.Unsqueeze(past, constant(op, [1])), following)
         op.nodes[-1].metadata_props[PLACES] = "1"
-        return typed(positions, INT64, [_dim(tokens.batch), _dim(tokens.count)])
+        return typed(positions, INT64, dims_of(tokens)[:2])
 
     return insert(graph, graph[0], build, stem="decoding/positions")
 
@@ -336,7 +317,7 @@ def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, 
 
 
 def _cached(
-    graph: ir.Graph, a: Attention, tokens: _Tokens, past: ir.Value, number: int, capacity: int, has_sinks: bool
+    graph: ir.Graph, a: Attention, batch: int | DimSpec, past: ir.Value, number: int, capacity: int, has_sinks: bool
 ) -> list[TensorSpec]:
     """Add the caches of keys and of values of a site as inputs and outputs of the graph, and make attention read them;
     return their specs, `(batch, key heads, capacity, size)`."""
@@ -348,12 +329,12 @@ def _cached(
         dims = count.factor, capacity, size.factor
         rounded = InInt8.before(operand.value) if operand.layout.dims == layout.dims else None
         before = ir.Value(name=_unused(graph, f"{role}_cache.{number}"))
-        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, [_dim(tokens.batch), *dims]))
+        graph.inputs.append(typed(before, a.dtype if rounded is None else INT8, [_dim(batch), *dims]))
         write = partial(_write, a=a, kept=(operand, layout), rounded=rounded, before=before, past=past)
         after = insert(graph, a.node, write, stem=f"{a.node.name}/{role}")
         after.name = f"{before.name}{NEXT}"
         graph.outputs.append(after)
-        specs.append(TensorSpec(name=str(before.name), dtype=numpy_type(before).name, dims=[tokens.batch, *dims]))
+        specs.append(TensorSpec(name=str(before.name), dtype=numpy_type(before).name, dims=[batch, *dims]))
         if rounded is not None:
             restore = partial(rounded.restored, stored=after)
             after = insert(graph, a.node, restore, stem=f"{a.node.name}/{role} restored")

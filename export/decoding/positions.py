@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -29,21 +28,6 @@ Dim = int | ir.SymbolicDim
 
 class NotByPosition(UsageError):
     """Positions of a graph change with the number of tokens, or end before the cache does."""
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A read of a value that depends on positions, by a node that depends on tokens.
-
-    Attributes:
-        value: the value.
-        node: the node that reads it.
-        index: the index of the node's input.
-    """
-
-    value: ir.Value
-    node: ir.Node
-    index: int
 
 
 def look_up_positions(
@@ -71,29 +55,29 @@ def look_up_positions(
     Raises:
         NotByPosition: a row of a table changes with the number of tokens, or there are fewer positions.
     """
-    reads = [
-        _Read(value, node, index)
+    reads = [  # of values that depend on positions, by nodes that depend on tokens
+        (value, node, index)
         for node in model.graph
         if node not in numbering and any(value in kinds.by_token for value in inputs_of(node))
         for index, value in enumerate(node.inputs)
         if value is not None and value in kinds.by_count and not is_count_as_shape(node, index)
         if not _is_one_number(value)
     ]
-    values = list(dict.fromkeys(read.value for read in reads))
-    for read in reads:
-        if len(token_axes(read.value, tokens)) != 1:
+    values = list(dict.fromkeys(value for value, *_ in reads))
+    for value, node, _ in reads:
+        if len(token_axes(value, tokens)) != 1:
             raise NotByPosition(
-                f"{read.node.op_type} ({read.node.name}) reads a value that depends on the number of tokens and does "
+                f"{node.op_type} ({node.name}) reads a value that depends on the number of tokens and does "
                 "not have one entry per token, so it changes with every step; deploy the model without cache_tokens"
             )
     batch = dims_of(ids)[0]
     tables = _stored(model.graph, _tables(model, values, tokens, ids, capacity, least))
     looked_up: dict[tuple[ir.Value, tuple[int, ...], int, int], ir.Value] = {}
-    for read in reads:
-        key = tables[read.value], *_arrangement(read, tokens, batch)
+    for value, node, index in reads:
+        key = tables[value], *_arrangement(value, node, tokens, batch)
         if key not in looked_up:
             looked_up[key] = _looked_up(model.graph, *key, positions)
-        read.node.replace_input_with(read.index, looked_up[key])
+        node.replace_input_with(index, looked_up[key])
 
 
 def _is_one_number(value: ir.Value) -> bool:
@@ -156,21 +140,20 @@ def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value,
     return result
 
 
-def _arrangement(read: _Read, tokens: str, batch: Dim) -> tuple[tuple[int, ...], int, int]:
-    """How a value is expanded to the rank that it needs if each sample has its own positions: the sizes of its axes
-    without those of tokens and samples, the axis of the tokens, and the axis of the samples.
+def _arrangement(value: ir.Value, node: ir.Node, tokens: str, batch: Dim) -> tuple[tuple[int, ...], int, int]:
+    """How a value that a node reads is expanded to the rank that it needs if each sample has its own positions: the
+    sizes of its axes without those of tokens and samples, the axis of the tokens, and the axis of the samples.
 
     Raises:
-        NotByPosition: the node that reads it does not broadcast, or has no axis of samples.
+        NotByPosition: the node does not broadcast, or has no axis of samples.
     """
-    value, result = read.value, dims_of(read.node.outputs[0])
-    is_broadcast = read.node.op_type in BY_ELEMENT
+    result, is_broadcast = dims_of(node.outputs[0]), node.op_type in BY_ELEMENT
     dims = [*[1] * (len(result) - rank_of(value) if is_broadcast else 0), *dims_of(value)]
     axis = token_axes(value, tokens)[0] + len(dims) - rank_of(value)
     of_samples = [i for i, dim in enumerate(result) if dim == batch and i != axis] if is_broadcast else [0]
     if not of_samples or of_samples[0] == axis or dims[of_samples[0]] not in (1, batch):
         raise NotByPosition(
-            f"{read.node.op_type} ({read.node.name}) reads the positions of one sample for all samples, but in a "
+            f"{node.op_type} ({node.name}) reads the positions of one sample for all samples, but in a "
             "decoder each sample has its own positions; deploy the model without cache_tokens"
         )
     samples = of_samples[0]

@@ -8,6 +8,8 @@ the same row. Then the whole is computed token by token, although neither sort n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -27,6 +29,25 @@ from attnforge.export.graphs.nodes import (
 from attnforge.export.graphs.sizes import Size, sizes_of
 
 _EXACT = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64)
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """What a value has to do with a sort of rows.
+
+    Attributes:
+        sort: the sort.
+        has: `rows`, rows in its order; `indices`, `(rows,)` or `(rows, 1)`, where its rows were before, in groups of
+            `group` rows; `places`, of the same shape, where the rows are after it; `others`, something else, which no
+            result may depend on, except through groups of rows.
+        group: the number of rows in a group.
+        culprit: the node through which others depend on the sort.
+    """
+
+    sort: ir.Node
+    has: Literal["rows", "indices", "places", "others"]
+    group: int = 1
+    culprit: ir.Node | None = None
 
 
 class SortedRows:
@@ -51,49 +72,29 @@ class SortedRows:
     ) -> None:
         self._by_token, self._by_count, self._order, self._why_mixing = by_token, by_count, order, why_mixing
         self.numbering: set[ir.Node] = set()
-        self._rows: dict[ir.Value, ir.Node] = {}
-        """Values with rows in the order of a sort."""
-        self._indices: dict[ir.Value, tuple[ir.Node, int]] = {}
-        """Where the rows of a sort were before, in groups of so many rows: `(rows,)` or `(rows, 1)`."""
-        self._places: dict[ir.Value, ir.Node] = {}
-        """Where the rows are after a sort, `(rows,)` or `(rows, 1)`."""
-        self._others: dict[ir.Value, ir.Node] = {}
-        """Values that depend on a sort in another way: no result may, except through groups of rows."""
-        self._culprits: dict[ir.Value, ir.Node] = {}
-        """The nodes through which they do."""
+        self._sorted: dict[ir.Value, _Sorted] = {}
 
     def follow(self, node: ir.Node) -> bool:
         """Follow a node; False if it neither sorts rows nor reads what depends on a sort."""
         if self._is_sort(node):
-            self._rows[node.outputs[0]] = node
-            self._indices[node.outputs[1]] = node, 1
+            rows, indices = node.outputs
+            self._sorted |= {rows: _Sorted(node, "rows"), indices: _Sorted(node, "indices")}
             return True
-        sort = self._sort_of(inputs_of(node))
-        if sort is None or node.outputs[0] not in self._by_token:
-            return sort is not None
-        if not (self._is_put_back(node) or self._is_known(node, sort)):
-            self._others.update(dict.fromkeys(node.outputs, sort))
-            earlier = next((self._culprits[value] for value in inputs_of(node) if value in self._culprits), None)
-            is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
-            self._culprits.update(dict.fromkeys(node.outputs, node if earlier is None or is_group else earlier))
+        read = [self._sorted[value] for value in inputs_of(node) if value in self._sorted]
+        if not read or node.outputs[0] not in self._by_token:
+            return bool(read)
+        sort = read[0].sort
+        if self._is_put_back(node) or self._is_index(node) or self._is_place(node, sort) or self._is_rows(node, sort):
+            return True
+        earlier = next((known.culprit for known in read if known.culprit is not None), None)
+        is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
+        other = _Sorted(sort, "others", culprit=node if earlier is None or is_group else earlier)
+        self._sorted.update(dict.fromkeys(node.outputs, other))
         return True
 
     def mixing(self, values: Iterable[ir.Value]) -> ir.Node | None:
         """The node that sorts what one of some values depends on, or that reads sorted rows in an unknown way."""
-        for value in values:
-            if (sort := self._sort_of([value])) is not None:
-                return self._culprits.get(value, sort)
-        return None
-
-    def _sort_of(self, values: Iterable[ir.Value]) -> ir.Node | None:
-        """The sort that one of some values depends on."""
-        for value in values:
-            if value in self._indices:
-                return self._indices[value][0]
-            for known in (self._rows, self._places, self._others):
-                if value in known:
-                    return known[value]
-        return None
+        return next((known.culprit or known.sort for v in values if (known := self._sorted.get(v)) is not None), None)
 
     # --- what a node computes of sorted rows --------------------------------------------------------------------------
 
@@ -102,38 +103,33 @@ class SortedRows:
         if not is_op(node, "TopK") or _attributes(node, largest=1, sorted=1) != [0, 1]:
             return False
         rows = input_of(node)
-        is_free = rows in self._by_token and self._sort_of([rows]) is None
+        is_free = rows in self._by_token and rows not in self._sorted
         is_integer = rows.dtype is not None and rows.dtype.is_integer()
         return is_free and is_integer and rank_of(rows) == 1 and self._have_equal_rows(rows, *node.outputs)
 
-    def _is_known(self, node: ir.Node, sort: ir.Node) -> bool:
-        """Note what the outputs of a node are; False if it is nothing known."""
-        return self._is_index(node) or self._is_place(node, sort) or self._is_rows(node, sort)
-
     def _is_index(self, node: ir.Node) -> bool:
+        """Note indices of another form; rows and places keep theirs with another dim."""
         source, result = input_of(node), node.outputs[0]
         if is_op(node, "Unsqueeze") and _integers(node, 1) in ([1], [-1]) and rank_of(source) == 1:
-            if (taken := self._indices.get(source)) is not None:
-                self._indices[result] = taken
-                return True
-            for known in (self._places, self._rows):
-                if source in known:
-                    known[result] = known[source]
-                    return True
-        if is_op(node, "Div") and (of := self._divided(node)) is not None:
-            self._indices[result] = of
-            return True
-        return False
+            known = self._sorted.get(source)
+        else:
+            known = self._divided(node) if is_op(node, "Div") else None
+        if known is None or known.has == "others":
+            return False
+        self._sorted[result] = known
+        return True
 
-    def _divided(self, node: ir.Node) -> tuple[ir.Node, int] | None:
-        """The sort whose indices a node divides by a number, rounding down, and the number."""
+    def _divided(self, node: ir.Node) -> _Sorted | None:
+        """The indices that a node divides by a number of rows, rounding down."""
         less = maker_of(input_of(node))
         rest = maker_of(input_of(less, 1)) if is_op(less, "Sub") else None
         if less is None or not is_op(rest, "Mod") or input_of(rest) is not input_of(less):
             return None
         by, others = (_integers(each, 1) for each in (node, rest))
-        sort, group = self._indices.get(input_of(less), (None, 0))
-        return (sort, by[0]) if sort is not None and group == 1 and by == others and len(by) == 1 else None
+        known = self._sorted.get(input_of(less))
+        if known is None or known != _Sorted(known.sort, "indices") or by != others or len(by) != 1:
+            return None
+        return replace(known, group=by[0])
 
     def _is_place(self, node: ir.Node, sort: ir.Node) -> bool:
         """Note the inverse of the indices: numbers from 0, scattered to them."""
@@ -143,9 +139,10 @@ class SortedRows:
         numbers = maker_of(updates)
         is_range = is_op(numbers, "Range") and (_integers(numbers, 0), _integers(numbers, 2)) == ([0], [1])
         is_whole = self._have_equal_rows(data, indices, updates) and rank_of(data) == 1 and rank_of(indices) == 2
-        if not is_range or not is_whole or data in self._by_token or self._indices.get(indices) != (sort, 1):
+        is_of_sort = self._sorted.get(indices) == _Sorted(sort, "indices")
+        if not is_range or not is_whole or data in self._by_token or not is_of_sort:
             return False
-        self._places[node.outputs[0]] = sort
+        self._sorted[node.outputs[0]] = _Sorted(sort, "places")
         self.numbering.add(node)
         return True
 
@@ -153,35 +150,35 @@ class SortedRows:
         """Whether a node returns sorted rows to where they were."""
         if not _gathers_rows(node):
             return False
-        rows, places = input_of(node), input_of(node, 1)
-        sort = self._rows.get(rows)
-        if sort is None or self._places.get(places) is not sort:
+        rows, places = (self._sorted.get(input_of(node, i)) for i in (0, 1))
+        if rows is None or rows.has != "rows" or places != _Sorted(rows.sort, "places"):
             return False
-        self._order.pass_on(node.outputs[0], input_of(sort))
+        self._order.pass_on(node.outputs[0], input_of(rows.sort))
         return True
 
     def _is_rows(self, node: ir.Node, sort: ir.Node) -> bool:
         """Note rows in the order of a sort that depend on the same rows only."""
         if _gathers_rows(node):
-            source, indices = input_of(node), input_of(node, 1)
-            _, group = self._indices.get(indices, (None, 0))
-            if group and source in self._by_token and self._sort_of([source]) is None:
-                is_rows = bool(source.shape) and self._is_in_line(source, input_of(sort), group)
+            source, known = input_of(node), self._sorted.get(input_of(node, 1))
+            if known is not None and known.has == "indices" and source in self._by_token and source not in self._sorted:
+                is_rows = bool(source.shape) and self._is_in_line(source, input_of(sort), known.group)
             else:  # rows of a table, by the number that is sorted
-                is_rows = indices in self._rows and source not in self._by_token and not self._is_count(source)
+                is_sorted = known is not None and known.has == "rows"
+                is_rows = is_sorted and source not in self._by_token and not self._is_count(source)
         elif is_op(node, "Concat"):
             is_rows = self._is_by_group(node, sort) or self._is_by_row(node, sort)
         else:
             is_rows = self._is_by_row(node, sort)
         if is_rows:
-            self._rows.update(dict.fromkeys(node.outputs, sort))
+            self._sorted.update(dict.fromkeys(node.outputs, _Sorted(sort, "rows")))
         return is_rows
 
     def _is_by_row(self, node: ir.Node, sort: ir.Node) -> bool:
         of_tokens = [value for value in inputs_of(node) if value in self._by_token]
         if node.domain != "" or node.op_type in ("GatherElements", "ScatterElements"):  # which may index few rows
             return False
-        if any(self._rows.get(value) is not sort for value in of_tokens) or any(map(self._is_count, inputs_of(node))):
+        are_rows = all(self._sorted.get(value) == _Sorted(sort, "rows") for value in of_tokens)
+        if not are_rows or any(map(self._is_count, inputs_of(node))):
             return False
         if node.op_type in VIEWS:
             perm = node.attributes.get_ints("perm", [-1]) if node.op_type == "Transpose" else [0]
@@ -205,7 +202,7 @@ class SortedRows:
             start, weights = input_of(rows, 1), input_of(product, 1)
             follows = start is end if i else _integers(rows, 1) == [0]
             end = input_of(rows, 2)
-            is_of_rows = self._rows.get(input_of(rows)) is sort and weights not in self._by_token
+            is_of_rows = self._sorted.get(input_of(rows)) == _Sorted(sort, "rows") and weights not in self._by_token
             if not follows or not is_of_rows or not _is_end(end, i, len(node.inputs), sort.outputs[0]):
                 return False
             sources.add(input_of(rows))

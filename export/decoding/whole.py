@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.bundle import NEXT, Bundle, Decoding
 from attnforge.export.attention.canonical import SINKS, WINDOW
 from attnforge.export.attention.masking import before_sinks, with_zeros
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, numbered, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, numbered, up_to
 from attnforge.export.graphs.nodes import input_of, numpy_type
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.saving import load_graph
@@ -98,7 +98,6 @@ def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:
     def first(op: Builder) -> ir.Value:
         end = op.Shape(query, start=2, end=3)
         end = op.Add(end, constant(op, [1])) if has_sink else end
-        part = op.Slice(mask, constant(op, [0]), end, constant(op, [3]))
-        return typed(part, mask.dtype, [*dims_of(mask)[:3], attended.dim()])
+        return up_to(op, mask, 3, end, attended.dim())
 
     node.replace_input_with(3, insert(graph, node, first, stem=f"{node.name}/mask without past"))

@@ -99,21 +99,12 @@ def merged_heads(op: Builder, x: ir.Value) -> ir.Value:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Products:
-    """Attention as two products around a softmax.
-
-    Attributes:
-        weights: `(B, H, n_q, n_k)`, the result of the softmax; with sinks, `(B, H, n_q, 1 + n_k)`, theirs first.
-        output: the operator's first output.
-    """
-
-    weights: ir.Value
-    output: ir.Value
-
-
-def products(op: Builder, reading: Reading) -> Products:
+def products(op: Builder, reading: Reading) -> tuple[ir.Value, ir.Value]:
     """Write `softmax(softcap(scale · query · keyᵀ), masked) · value`, in the type of the operands.
+
+    Returns:
+        The weights `(B, H, n_q, n_k)`, which are the result of the softmax; with sinks, `(B, H, n_q, 1 + n_k)`, theirs
+        first. And the operator's first output.
 
     Raises:
         NotAttention: the number of heads is dynamic.
@@ -140,7 +131,7 @@ def products(op: Builder, reading: Reading) -> Products:
         seen = op.Cast(op.Not(op.Equal(scores, low)), to=dtype.value)
         count = op.ReduceSum(seen, constant(op, [-1]), keepdims=1)  # ReduceMax has other inputs below opset 18
         output = like(op.Where(op.Equal(count, constant(op, 0, dtype)), constant(op, 0, dtype), output), output)
-    return Products(weights, merged_heads(op, output) if reading.packed_output else output)
+    return weights, merged_heads(op, output) if reading.packed_output else output
 
 
 def _after_sinks(op: Builder, sinks: ir.Value, scores: ir.Value) -> ir.Value:

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.attention import SILENT_ROWS, NotAttention, Reading
-from attnforge.export.graphs.build import Builder, constant, dims_of, like, numbered, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, like, numbered, typed, up_to
 from attnforge.export.graphs.nodes import is_used, optional_input
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
@@ -136,7 +136,8 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
         buffers = zip((past_key, past_value), present, strict=True)
         key, value = (like(op.op("TensorScatter", [buffer, x, first], {"axis": 2}), buffer) for buffer, x in buffers)
         present = key, value
-        key, value = (x if added is None else _as_long_as(op, x, added) for x in present)
+        if added is not None:  # a bias may have fewer keys than the buffers
+            key, value = (up_to(op, x, 2, op.Shape(added, start=3, end=4), dims_of(added)[3]) for x in present)
     window = node.attributes.get_int("local_window_size", -1)
     in_buffer = past_key is not None or any(is_used(output) for output in node.outputs[1:])
     reading = Reading(
@@ -281,13 +282,6 @@ def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, 
     return typed(joined, now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
 
 
-def _as_long_as(op: Builder, x: ir.Value, bias: ir.Value) -> ir.Value:
-    """The first keys or values, as many as a bias on four dims has."""
-    batch, heads, _, size = dims_of(x)
-    part = op.Slice(x, constant(op, [0]), op.Shape(bias, start=3, end=4), constant(op, [2]))
-    return typed(part, x.dtype, [batch, heads, dims_of(bias)[3], size])
-
-
 def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value, *, is_padded: bool = False) -> ir.Value:
     """Prepend dims of size 1 to a mask, up to four dims.
 
@@ -339,7 +333,6 @@ def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, key: ir.Value, ma
         how = f"on {len(others) + 1} dims" if others else "by the first and last key of each sample"
         raise NotAttention(f"a {node.op_type} whose padding mask is given {how}")
     low, dtype = node.attributes.get_float("mask_filter_value", -10000.0), query.dtype
-    assert dtype is not None
     return [like(op.Where(kept, constant(op, 0.0, dtype), constant(op, low, dtype)), kept, dtype)]
 
 

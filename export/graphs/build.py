@@ -20,8 +20,9 @@ class Builder(Tape):
         return lambda *inputs, **attributes: self.op(op_type, inputs, attributes)
 
 
-def constant(op: Builder, data: ArrayLike, dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
-    """Write a Constant node with `data` in `dtype`, with its shape and type set."""
+def constant(op: Builder, data: ArrayLike, dtype: ir.DataType | None = ir.DataType.INT64) -> ir.Value:
+    """Write a Constant node with `data` in `dtype`, which must be known, with its shape and type set."""
+    assert dtype is not None
     tensor = ir.tensor(np.asarray(data, dtype=dtype.numpy()), dtype=dtype)
     value = typed(op.Constant(value=tensor), dtype, np.shape(data))
     value.const_value = tensor
@@ -95,6 +96,13 @@ def numbered(op: Builder, x: ir.Value, axis: int) -> ir.Value:
     return indices if x.shape is None else typed(indices, ir.DataType.INT64, [dims_of(x)[axis]])
 
 
+def drop(op: Builder) -> None:
+    """Detach the nodes of a builder that are not inserted: they must not count as users of their inputs."""
+    for node in op.nodes:
+        for i in range(len(node.inputs)):
+            node.replace_input_with(i, None)
+
+
 Result = TypeVar("Result")
 
 
@@ -114,9 +122,7 @@ def insert(
     try:
         result = build(op)
     except Exception:
-        for node in op.nodes:  # nodes of a build that failed must not count as users of their inputs
-            for i in range(len(node.inputs)):
-                node.replace_input_with(i, None)
+        drop(op)
         raise
     stem = stem or at.name or at.op_type
     for i, node in enumerate(op.nodes):

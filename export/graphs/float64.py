@@ -301,7 +301,8 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
         is_masked = reading.masks or reading.is_causal or reading.is_windowed
         if node.domain == "" and reading.softcap and is_masked:
             raise NoDoublePath("it has a soft cap with a mask, a causal flag or a window")
-        return [products(op, reading).output, *reading.present]
+        _, output = products(op, reading)
+        return [output, *reading.present]
     except (NotAttention, LayoutError) as error:
         raise NoDoublePath(str(error)) from error
 

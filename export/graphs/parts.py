@@ -23,9 +23,7 @@ def computed(model: ir.Model) -> list[str]:
 
 def values_of(model: ir.Model) -> dict[str, ir.Value]:
     """Every tensor of a graph by name: inputs, weights and results."""
-    graph = model.graph
-    results = (output for node in graph for output in node.outputs)
-    return {str(value.name): value for value in (*graph.inputs, *graph.initializers.values(), *results)}
+    return ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
 
 
 def part_of(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) -> ir.Model:

@@ -267,7 +267,6 @@ def rounded_to(op: Builder, x: ir.Value, scale: float, dtype: ir.DataType, name:
         dtype: the low-bit type.
         name: for the QuantizeLinear.
     """
-    assert x.dtype is not None
     step, zero = constant(op, scale, x.dtype), constant(op, 0, dtype)
     low = like(op.op("QuantizeLinear", [x, step, zero], name=name), x, dtype)
     return like(op.DequantizeLinear(low, step, zero), x)

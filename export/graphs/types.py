@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value, typed
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, is_used, upstream
 
@@ -194,21 +193,15 @@ def _retype_node(
                 node.attributes[name] = ir.AttrInt64(name, target.value)
     # These operators return fp32 by default, without an attribute for it.
     if node.domain == "" and FLOAT in sources:
-        if node.op_type == "Constant" and (value := _number(node)) is not None:
+        if node.op_type == "Constant" and not {"value_float", "value_floats"}.isdisjoint(node.attributes):
+            value = constant_of(node.outputs[0])
+            assert value is not None
             node.attributes.clear()
             node.attributes["value"] = ir.AttrTensor("value", convert(ir.tensor(value)))
         elif node.op_type == "ConstantOfShape" and "value" not in node.attributes:
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, target.numpy()), dtype=target))
         elif node.op_type in ("RandomNormal", "RandomUniform") and "dtype" not in node.attributes:
             node.attributes["dtype"] = ir.AttrInt64("dtype", target.value)
-
-
-def _number(node: ir.Node) -> Array | None:
-    if "value_float" in node.attributes:
-        return np.asarray(node.attributes["value_float"].as_float(), np.float32)
-    if "value_floats" in node.attributes:
-        return np.asarray(node.attributes["value_floats"].as_floats(), np.float32)
-    return None
 
 
 def retyped(tensor: ir.TensorProtocol, target: ir.DataType, least_stays_least: bool = True) -> ir.TensorProtocol:

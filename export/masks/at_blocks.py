@@ -14,13 +14,13 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.operands import scalar
-from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, drop, like, typed
 from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.masks.indices import MOVES, Index, variables_of
 from attnforge.export.masks.reader import BOOL, Interpreter, Reader
-from attnforge.export.masks.scores import Whole
+from attnforge.export.masks.scores import PAIR, Whole
 from attnforge.export.masks.visibility import scores_index
 
 INT64 = ir.DataType.INT64
@@ -30,8 +30,8 @@ Cut = Callable[[Builder, ir.Value], ir.Value]
 queries to blocks and a Gather of the keys of each block. It takes tensors of any type, and its results have one rank
 and broadcast to one another."""
 
-VARIABLES = (Variable.BATCH, Variable.HEAD, Variable.QUERY, Variable.KEY)
-PAIR = frozenset({Variable.QUERY, Variable.KEY})
+VARIABLES = tuple(Variable)
+"""The variables of the dims of scores, in order."""
 
 ELEMENTWISE = BY_ELEMENT - {"CastLike", "DequantizeLinear", "QuantizeLinear"}
 """Operators that can be repeated on cut operands: none has scales along an axis, or an operand of another shape."""
@@ -93,9 +93,7 @@ def _why_not(write: Callable[[Builder], object]) -> str | None:
     except NotByBlocks as reason:
         return str(reason)
     finally:
-        for written in op.nodes:  # so that they do not count as users of their inputs
-            for i in range(len(written.inputs)):
-                written.replace_input_with(i, None)
+        drop(op)
     return None
 
 
@@ -139,11 +137,10 @@ class _Blocks(Interpreter[ir.Value]):
 
     def _uncached(self, value: ir.Value, index: Index) -> ir.Value:
         """A value at an index, cut to blocks."""
-        assert value.dtype is not None
         if (number := scalar(value)) is not None:
             return self.cut(constant(self.op, [[[[number]]]], value.dtype))
         node = value.producer()
-        is_small = not self.variables(index) >= PAIR
+        is_small = not self.variables(index).issuperset(PAIR)
         is_part = is_op(node, "Gather", "GatherND") and _is_in_memory(node.inputs[0])
         if node is None or is_small or is_part or _is_in_memory(value):
             return self.cut(self._on_four_dims(value, index))
@@ -155,9 +152,7 @@ class _Blocks(Interpreter[ir.Value]):
 
     def cut(self, value: ir.Value) -> ir.Value:
         result = self._cut(self.op, value)
-        assert value.dtype is not None and result.shape is not None
-        result.type = ir.TensorType(value.dtype)
-        return result
+        return like(result, result, value.dtype)
 
     # --- operators
 
@@ -177,7 +172,6 @@ class _Blocks(Interpreter[ir.Value]):
         if no is not None and self.scores.is_always(x.ge_set(self.scores.constant(0))):
             return yes
         op, dtype, condition = self.op, yes.dtype, self._not_negative(x)
-        assert dtype is not None
         if dtype != BOOL:
             no = self.cut(constant(op, [[[[0]]]], dtype)) if no is None else no
             return broadcast_like(op.Where(condition, yes, no), condition, yes, no, dtype=dtype)
@@ -200,7 +194,7 @@ class _Blocks(Interpreter[ir.Value]):
             if variable in placed and variable is not None:
                 raise NotByBlocks(f"{value.name!r} is read twice by {variable.value}")
             placed.append(variable)
-            value = self._along(value, axis, position, variable, in_memory=self.variables(index) >= PAIR)
+            value = self._along(value, axis, position, variable, self.variables(index).issuperset(PAIR))
         op, order = self.op, sorted((variable for variable in placed if variable is not None), key=VARIABLES.index)
         alone = [i for i, variable in enumerate(placed) if variable is None]
         perm = [*alone, *(placed.index(variable) for variable in order)]
@@ -244,7 +238,7 @@ class _Blocks(Interpreter[ir.Value]):
         if x is None:
             raise NotByBlocks("where a part of it begins is not known")
         op, terms = self.op, dict(x.terms)
-        if any(len(Affine.atom(atom).variables) > 1 or Affine.atom(atom).variables - PAIR for atom in terms):
+        if any(len(Affine.atom(atom).variables) > 1 or Affine.atom(atom).variables.difference(PAIR) for atom in terms):
             raise NotByBlocks(f"{x.text()} depends on more than a query and a key")
         of_key = Affine.of(0, {atom: n for atom, n in terms.items() if Variable.KEY in Affine.atom(atom).variables})
         of_query = of_key - x

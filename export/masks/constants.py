@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.masks.affine import Affine, Atom, Variable
+from attnforge.export.masks.indices import Index
 from attnforge.export.masks.numbers import UNKNOWN, Arithmetic, Between, Number
 from attnforge.export.masks.regions import ALL, MOST_REGIONS, Blocks, Interval, PairRegion, Regions, visible
 from attnforge.export.masks.scores import PAIR, Scores, Whole
@@ -21,7 +22,6 @@ from attnforge.export.masks.shape import pairs_of
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
-Index = tuple[Whole, ...]
 
 MOST_RUNS = 32
 """Maximum number of runs of a vector that are distinguished."""

@@ -15,7 +15,8 @@ from typing import Protocol
 import islpy as isl
 import onnx_ir as ir
 
-from attnforge.export.graphs.nodes import optional_input, rank_of
+from attnforge.export.graphs.build import dims_of
+from attnforge.export.graphs.nodes import input_of, optional_input, rank_of
 from attnforge.export.graphs.sizes import ONE, LayoutError, Size, product, sizes_of
 from attnforge.export.masks.affine import Affine, Variable
 from attnforge.export.masks.scores import Scores, Whole
@@ -31,11 +32,6 @@ class Positions(Protocol):
     def position(self, value: ir.Value | None, index: Index) -> Whole | None: ...
 
     def elements(self, value: ir.Value | None) -> list[Whole | None] | None: ...
-
-
-def start(scores: Scores, rank: int) -> Index:
-    """The first index of a tensor."""
-    return (scores.constant(0),) * rank
 
 
 def size_of(scores: Scores, dim: int | ir.SymbolicDim) -> Whole:
@@ -65,14 +61,11 @@ def aligned(scores: Scores, have: Sequence[Size], want: Sequence[Size], index: I
 
 def _viewed(reader: Positions, node: ir.Node, index: Index) -> Index | None:
     """The input index of a Transpose, Reshape or Flatten."""
-    source = node.inputs[0]
-    if source is None or source.shape is None or node.outputs[0].shape is None:
-        return None
     if node.op_type == "Transpose":
         perm = list(node.attributes.get_ints("perm") or range(len(index))[::-1])
         return tuple(index[perm.index(i)] for i in range(len(index)))
     try:
-        return _regrouped(reader.scores, sizes_of(source), sizes_of(node.outputs[0]), index)
+        return _regrouped(reader.scores, sizes_of(input_of(node)), sizes_of(node.outputs[0]), index)
     except LayoutError:
         return None
 
@@ -116,12 +109,12 @@ def _strides(sizes: Sequence[Size]) -> list[int] | None:
 
 
 def _expand(reader: Positions, node: ir.Node, index: Index) -> Index | None:
-    source, sizes = node.inputs[0], reader.elements(node.inputs[1])
-    by_shapes = broadcast(reader.scores, source, node.outputs[0], index)
-    if sizes is None or source is None or source.shape is None or not source.shape:
+    dims, sizes = dims_of(input_of(node)), reader.elements(node.inputs[1])
+    by_shapes = broadcast(reader.scores, input_of(node), node.outputs[0], index)
+    if sizes is None or not dims:
         return by_shapes
-    count = len(source.shape)  # the sizes may be known where the output's shape is not
-    wanted = zip(source.shape, sizes[-count:], index[-count:], by_shapes, strict=True)
+    count = len(dims)  # the sizes may be known where the output's shape is not
+    wanted = zip(dims, sizes[-count:], index[-count:], by_shapes, strict=True)
     closed = reader.scores.closed
     return tuple(
         position if dim != 1 and closed(size) in (Affine(1), Affine.dim(dim)) else other
@@ -130,9 +123,7 @@ def _expand(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 
 def _tile(reader: Positions, node: ir.Node, index: Index) -> Index | None:
-    source, result, scores = node.inputs[0], node.outputs[0], reader.scores
-    if source is None or source.shape is None or result.shape is None:
-        return None
+    source, result, scores = input_of(node), node.outputs[0], reader.scores
     wanted = zip(sizes_of(source), sizes_of(result), index, broadcast(scores, source, result, index), strict=True)
     return tuple(
         position.mod_val(scores.value(size.factor)) if size.is_static and size not in (ONE, whole) else other
@@ -161,11 +152,11 @@ def _squeeze(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 
 def _slice(reader: Positions, node: ir.Node, index: Index) -> Index | None:
-    source, scores = node.inputs[0], reader.scores
+    dims, scores = dims_of(input_of(node)), reader.scores
     inputs = [optional_input(node, i) for i in (1, 3, 4)]
     starts, axes, steps = (reader.elements(value) for value in inputs)
     unread = any(v is not None and numbers is None for v, numbers in zip(inputs, (starts, axes, steps), strict=True))
-    if source is None or source.shape is None or starts is None or unread:
+    if starts is None or unread:
         return None
     result = list(index)
     for i, first in enumerate(starts):
@@ -177,7 +168,7 @@ def _slice(reader: Positions, node: ir.Node, index: Index) -> Index | None:
         if first is None or by is None:
             result[axis_] = scores.unknown_position()
             continue
-        zero, size = scores.constant(0), size_of(scores, source.shape[axis_])
+        zero, size = scores.constant(0), size_of(scores, dims[axis_])
         last = size if by > 0 else size.sub(scores.constant(1))
         first = from_start(scores, first, size).max(zero).min(last)
         result[axis_] = result[axis_].scale_val(scores.value(by)).add(first)
@@ -194,19 +185,17 @@ def from_start(scores: Scores, position: Whole, size: Whole) -> Whole:
 
 
 def _gather(reader: Positions, node: ir.Node, index: Index) -> Index | None:
-    data, indices = node.inputs
-    if data is None or data.shape is None:
-        return None
-    rank, axis = rank_of(indices), node.attributes.get_int("axis", 0) % len(data.shape)
+    data, indices = input_of(node), input_of(node, 1)
+    rank, axis = rank_of(indices), node.attributes.get_int("axis", 0) % rank_of(data)
     position = reader.position(indices, index[axis : axis + rank])
     return (*index[:axis], _picked(reader.scores, position, data, axis), *index[axis + rank :])
 
 
 def _gather_nd(reader: Positions, node: ir.Node, index: Index) -> Index | None:
-    data, indices = node.inputs
+    data, indices = input_of(node), input_of(node, 1)
     outer = rank_of(indices) - 1
-    count = indices.shape[outer] if indices is not None and indices.shape is not None and outer >= 0 else None
-    if node.attributes.get_int("batch_dims") or not isinstance(count, int) or data is None or data.shape is None:
+    count = indices.shape[outer] if indices.shape is not None and outer >= 0 else None
+    if node.attributes.get_int("batch_dims") or not isinstance(count, int):
         return None
     scores = reader.scores
     positions = [reader.position(indices, (*index[:outer], scores.constant(i))) for i in range(count)]
@@ -214,12 +203,9 @@ def _gather_nd(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 
 def _picked(scores: Scores, position: Whole | None, data: ir.Value, axis: int) -> Whole:
-    assert data.shape is not None
-    return (
-        scores.unknown_position()
-        if position is None
-        else from_start(scores, position, size_of(scores, data.shape[axis]))
-    )
+    if position is None:
+        return scores.unknown_position()
+    return from_start(scores, position, size_of(scores, dims_of(data)[axis]))
 
 
 def pieces(scores: Scores, node: ir.Node, index: Index) -> Iterator[tuple[ir.Value, Index, Whole, Whole]]:
@@ -254,4 +240,5 @@ MOVES: dict[str, Callable[[Positions, ir.Node, Index], Index | None]] = {
     "Transpose": _viewed,
     "Unsqueeze": _unsqueeze,
 }
-"""By operator, a function that gives the index at which it reads its first input; None if that is not known."""
+"""By operator, a function that gives the index at which it reads its first input; None if that is not known. The shapes
+of that input and of the result are known."""

@@ -19,7 +19,7 @@ from attnforge.export.attention.operands import same_value, scalar
 from attnforge.export.graphs.nodes import input_of, is_op, maker_of, optional_input, rank_of
 from attnforge.export.masks.affine import Affine, Scalar, Variable
 from attnforge.export.masks.constants import constant_at
-from attnforge.export.masks.indices import MOVES, Index, broadcast, pieces, size_of, start, variables_of
+from attnforge.export.masks.indices import MOVES, Index, broadcast, pieces, size_of, variables_of
 from attnforge.export.masks.numbers import EXACT, INTEGERS, UNKNOWN, Arithmetic, Number
 from attnforge.export.masks.scores import Scores, Whole
 
@@ -192,7 +192,7 @@ Handler = Callable[[Reader, ir.Node, Index], Known | None]
 
 
 def _moved(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    source = MOVES[node.op_type](reader, node, index)
+    source = MOVES[node.op_type](reader, node, index) if input_of(node).shape is not None else None
     return None if source is None else reader.read(node.inputs[0], source)
 
 
@@ -343,7 +343,7 @@ def _shape(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 def _trilu(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     k, scores = optional_input(node, 1), reader.scores
-    offset = scores.constant(0) if k is None else reader.position(k, start(scores, rank_of(k)))
+    offset = scores.constant(0) if k is None else reader.position(k, (scores.constant(0),) * rank_of(k))
     if offset is None:
         return None
     above = index[-1].sub(index[-2]).sub(offset)  # the upper part has the columns from row + offset on

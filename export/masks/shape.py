@@ -9,7 +9,7 @@ from functools import reduce
 import islpy as isl
 
 from attnforge.export.masks.affine import Affine, Atom, Quotient, Variable
-from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, Blocks, Interval, PairRegion, Regions
+from attnforge.export.masks.regions import ALL, MOST_REGIONS, NONE, OPEN, Blocks, Interval, PairRegion, Regions
 from attnforge.export.masks.scores import Scores, Whole
 
 
@@ -103,23 +103,14 @@ class _End:
 
 def _region(scores: Scores, part: isl.BasicSet) -> PairRegion:
     """The smallest region that contains a set, by its constraints; those that are no end of a region are dropped."""
-    region = PairRegion()
+    ends: dict[str | Blocks, dict[str, Affine]] = {}
     for constraint in part.get_constraints():
         for end in _ends(scores, constraint):
-            region = _bounded(region, end)
-    return region
-
-
-def _bounded(region: PairRegion, end: _End) -> PairRegion:
-    blocks, side = region.blocks, "least" if end.is_least else "most"
-    if isinstance(end.of, str):
-        interval = getattr(region, end.of)
-        return region if getattr(interval, side) else replace(region, **{end.of: replace(interval, **{side: end.end})})
-    if blocks is None:
-        blocks = replace(end.of, numbers=Interval())
-    if (blocks.size, blocks.query, blocks.key) != (end.of.size, end.of.query, end.of.key):
-        return region
-    return replace(region, blocks=replace(blocks, numbers=replace(blocks.numbers, **{side: end.end})))
+            ends.setdefault(end.of, {}).setdefault("least" if end.is_least else "most", end.end)
+    ranges = {of: Interval(**found) for of, found in ends.items()}
+    blocks = next((replace(of, numbers=ranges[of]) for of in ranges if isinstance(of, Blocks)), None)
+    band, queries, keys = (ranges.get(of, OPEN) for of in ("band", "queries", "keys"))
+    return PairRegion(band, blocks, queries, keys)
 
 
 def _ends(scores: Scores, constraint: isl.Constraint) -> Iterator[_End]:

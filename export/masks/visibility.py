@@ -19,7 +19,7 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import MASK_STEP
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.nodes import input_of, optional_input
-from attnforge.export.graphs.sizes import LayoutError, sizes_of
+from attnforge.export.graphs.sizes import LayoutError, Size, Unmeasurable, evaluated, sizes_of
 from attnforge.export.masks.affine import Affine, Atom, Dim
 from attnforge.export.masks.indices import Index, aligned
 from attnforge.export.masks.numbers import Between, Number
@@ -31,10 +31,6 @@ from attnforge.export.masks.shape import fit
 FullyMasked = Literal["never", "empty", "mean"]
 MOST_COUNTED = 2**16
 """Maximum number of queries whose keys are counted; of more queries, this many are sampled at equal distances."""
-
-
-class Unsized(Exception):
-    """The number of a size or scalar is not known before the model runs."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Visibility:
             sizes: sizes of the symbolic dims.
 
         Raises:
-            Unsized: a size is missing, or a bound is a number that is known only at run time.
+            Unmeasurable: a size is missing, or a bound is a number that is known only at run time.
         """
         number_of = numbers_at(sizes)
         n_q, n_k = self.n_q.evaluate(number_of), self.n_k.evaluate(number_of)
@@ -89,13 +85,8 @@ def numbers_at(sizes: Mapping[str, int]) -> Callable[[Atom], int]:
 
     def number_of(atom: Atom) -> int:
         if isinstance(atom, Dim):
-            try:
-                number = ir.SymbolicDim(atom.name).evaluate(sizes)
-            except ValueError:
-                number = None
-            if isinstance(number, int):
-                return number
-        raise Unsized(f"{Affine.atom(atom).text()} is not known before the model runs")
+            return evaluated(Size(symbols=(atom.name,)), sizes)
+        raise Unmeasurable(f"{Affine.atom(atom).text()} is not known before the model runs")
 
     return number_of
 
@@ -130,10 +121,11 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
     scores.context.reset_operations()
     if isinstance(known, isl.Set):
         added = [(known, Between(0, 0)), (scores.opposite(known), Between(-inf, -inf))]
-        parts = [(domain, bounds) for domain, bounds in added if not scores.is_never(domain)]
+        leaves = [bounds for domain, bounds in added if not scores.is_never(domain)]
     else:
-        parts = [(domain, Between(x.least, x.most)) for domain, x in reader.arithmetic.parts(known)]
-    leaves = [bounds for _, bounds in parts] + ([Between(-inf, -inf)] if is_causal else [])
+        leaves = [Between(x.least, x.most) for _, x in reader.arithmetic.parts(known)]
+    if is_causal:
+        leaves.append(Between(-inf, -inf))
     seen = _shown(scores, known, NEGLIGIBLE).intersect(causal)
     must = scores.pairs.subtract(scores.may(scores.opposite(seen)))
     residue: frozenset[Kind] = frozenset()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from attnforge.errors import CaptureError, UntrustedError, UsageError, raised_as
 from attnforge.export.sources.specs import Ranges, check_ranges
 from attnforge.quiet import quiet
+
+M = TypeVar("M", bound=nn.Module)
 
 UNREADABLE = "cannot be read as an exported program"
 
@@ -95,34 +97,37 @@ def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
         if node.op == "call_function" and "dropout" in str(node.target) and training:
             raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
     with raised_as(UsageError, f"the program {UNREADABLE}"), quiet():
-        leaves, spec = pytree.tree_flatten(program.example_inputs)
+        leaves = pytree.tree_leaves(program.example_inputs)
         names = [str(name) for name in program.graph_signature.user_inputs]
         example = {n: leaf for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-        return _module(program, leaves, spec, list(example)), example
+        dtypes = [v.dtype for v in (*program.state_dict.values(), *example.values()) if isinstance(v, Tensor)]
+        float_type = next((dtype for dtype in dtypes if dtype in _PRECISIONS), None)
+        if float_type is None:
+            raise UsageError("the program has no weights or inputs of fp32, fp16 or bf16")
+        inner = program.module(check_guards=False)
+        arguments = pytree.tree_map(lambda leaf: Tensor if isinstance(leaf, Tensor) else leaf, program.example_inputs)
+        return taking("ExportedProgram", Program, list(example))(inner, arguments, float_type), example
 
 
 class Program(nn.Module):
     """A program as a module. Conversion to another float type, as by `half()`, also converts the types that its graph
     names: the type of its weights, and for float64 all float types.
 
-    Attributes:
+    Args:
         inner: the program's graph.
+        arguments: its positional arguments and those by name, with the class `Tensor` in place of every tensor.
         float_type: the float type of its weights.
     """
 
-    def __init__(self, inner: fx.GraphModule, leaves: list[Any], spec: Any, float_type: torch.dtype) -> None:
+    def __init__(self, inner: fx.GraphModule, arguments: Any, float_type: torch.dtype) -> None:
         super().__init__()
         self.inner = inner
         self.float_type = float_type
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._spec = spec
+        self._arguments = arguments
 
     def call(self, *tensors: Tensor) -> Any:
-        leaves = list(self._leaves)
-        for i, tensor in zip(self._tensors, tensors, strict=True):
-            leaves[i] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        left = iter(tensors)
+        args, kwargs = pytree.tree_map(lambda leaf: next(left) if leaf is Tensor else leaf, self._arguments)
         return self.inner(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Program:
@@ -154,24 +159,16 @@ class Program(nn.Module):
         return self
 
 
-def _module(program: ExportedProgram, leaves: list[Any], spec: Any, names: list[str]) -> Program:
-    """The program as a module whose forward has parameters of these names."""
-    inner = program.module(check_guards=False)
-    assert isinstance(inner, fx.GraphModule)
-    dtypes = [v.dtype for v in (*program.state_dict.values(), *leaves) if isinstance(v, Tensor)]
-    float_type = next((dtype for dtype in dtypes if dtype in _PRECISIONS), None)
-    if float_type is None:
-        raise UsageError("the program has no weights or inputs of fp32, fp16 or bf16")
+def taking(name: str, kind: type[M], names: Sequence[str]) -> type[M]:
+    """A subclass of a module with this name, and with a forward whose parameters have these names, which become the
+    names of the deployed inputs; it passes their values to the module's `call`."""
 
-    def forward(self: Program, *tensors: Tensor) -> Any:
+    def forward(self: Any, *tensors: Tensor) -> Any:
         return self.call(*tensors)
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind) for name in ("self", *names)]
-    )
-    kind_of_program: type[Program] = type("ExportedProgram", (Program,), {"forward": forward})
-    return kind_of_program(inner, leaves, spec, float_type)
+    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", *names)]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return type(name, (kind,), {"forward": forward, "names": names, "__module__": kind.__module__})
 
 
 def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Ranges) -> dict[str, dict[int, Any]]:

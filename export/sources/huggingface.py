@@ -21,6 +21,7 @@ from torch.export import Dim
 from attnforge.bundle import PROCESSOR, TOKENIZER
 from attnforge.errors import UsageError, extra, raised_as, shortened
 from attnforge.export.sources import sentences
+from attnforge.export.sources.exported_program import taking
 from attnforge.memory import available
 from attnforge.model.registry import Example
 from attnforge.quiet import quiet
@@ -42,8 +43,11 @@ class PlainTensors(nn.Module):
         embedding: turns token states into sentence embeddings, which are then the only output.
 
     Attributes:
+        names: the inputs that it takes.
         random_weights: which weights are random, with their seed; None if all were loaded.
     """
+
+    names: Sequence[str]
 
     def __init__(self, model: nn.Module, embedding: sentences.Embedding | None = None) -> None:
         super().__init__()
@@ -51,22 +55,13 @@ class PlainTensors(nn.Module):
         self.embedding = embedding
         self.random_weights: str | None = None
 
-    @classmethod
-    def taking(cls, names: Sequence[str]) -> type[PlainTensors]:
-        """A subclass with a forward whose signature lists `names`, which become the names of the deployed inputs."""
-
-        def forward(self: PlainTensors, *tensors: Tensor) -> dict[str, Tensor]:
-            inputs = dict(zip(names, tensors, strict=True))
-            result = self.model(**inputs, return_dict=True)
-            if self.embedding is not None:
-                states = result["last_hidden_state"]
-                return {"sentence_embedding": self.embedding(states, inputs["attention_mask"])}
-            return {name: value for name, value in result.items() if isinstance(value, Tensor)}
-
-        named = ("self", *names)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        forward.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in named])  # type: ignore[attr-defined]
-        return type(cls.__name__, (cls,), {"forward": forward})
+    def call(self, *tensors: Tensor) -> dict[str, Tensor]:
+        inputs = dict(zip(self.names, tensors, strict=True))
+        result = self.model(**inputs, return_dict=True)
+        if self.embedding is not None:
+            states = result["last_hidden_state"]
+            return {"sentence_embedding": self.embedding(states, inputs["attention_mask"])}
+        return {name: value for name, value in result.items() if isinstance(value, Tensor)}
 
 
 def example(
@@ -295,7 +290,7 @@ def around(
         name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or _is_text(name))}
         for name in inputs
     }
-    return Example(PlainTensors.taking(list(inputs))(model, embedding), tuple(inputs.values()), shapes)
+    return Example(taking("PlainTensors", PlainTensors, list(inputs))(model, embedding), tuple(inputs.values()), shapes)
 
 
 def _chosen(inputs: dict[str, Tensor], only: str | None) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ from torch import nn
 
 from attnforge.bundle import Source
 from attnforge.errors import UnknownNameError, UntrustedError, UsageError, first_line, plain
+from attnforge.export.sources import huggingface
+from attnforge.export.sources.exported_program import as_module, load_program
 from attnforge.model.data import real_data as real_data
 from attnforge.model.registry import MODELS, SEED, Example, build_model, load_weights
 
@@ -87,8 +89,6 @@ class Files(NamedTuple):
 def files_of(model: str) -> Files:
     """The tokenizer and the image processor of the named model, if it has them, and its stop token ids."""
     if model.startswith(HUGGING_FACE):
-        from attnforge.export.sources import huggingface
-
         return Files(*huggingface.files_of(model.removeprefix(HUGGING_FACE)))
     if (registered := MODELS.get(model)) is not None:
         tokenizer = registered.tokenizer and registered.tokenizer.resolve()  # installers may link a package's files
@@ -127,15 +127,30 @@ def _registered(model: str, options: Mapping[str, Any], weights: str | None) -> 
 
 
 def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
-    example = _call(model, options)
+    module_name, _, function_name = model.partition(":")
+    sys.path.insert(0, os.getcwd())  # for a user's own file in the folder in which the command is run
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError, TypeError, SystemExit) as error:  # the middle two of ":f", "..a:f"
+        known = ", ".join(MODELS)
+        raise UsageError(
+            f"cannot import {model!r} ({first_line(error)}); give package.module:function, or one of {known}"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    try:
+        module, args, dynamic_shapes = function(**options)
+    except (TypeError, ValueError, SystemExit) as error:
+        raise UsageError(f"{model} must return (module, args, dynamic_shapes): {first_line(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{model} returned a {type(module).__name__} as module; return a torch.nn.Module")
     if weights is not None:
-        load_weights(example.module, weights)
-    return example, Source(kind="callable", name=model, options=dict(options), weights=weights)
+        load_weights(module, weights)
+    source = Source(kind="callable", name=model, options=dict(options), weights=weights)
+    return Example(module, tuple(args), dynamic_shapes), source
 
 
 def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
-    from attnforge.export.sources import huggingface
-
     if weights is not None:
         raise UsageError(f"{model} takes the weights in its folder (model.safetensors), not those of another file")
     known = [name for name in inspect.signature(huggingface.example).parameters if name != "path"]
@@ -147,8 +162,6 @@ def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | No
 
 
 def _from_program(file: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
-    from attnforge.export.sources.exported_program import as_module, load_program
-
     module, args = as_module(load_program(Path(file), trusted=True))
     return Example(module, tuple(args.values()), None), Source(kind="program", name=file, options=dict(options))
 
@@ -203,24 +216,3 @@ def rebuild(source: Source, trusted: bool = False) -> Example:
     check_trusted(source, trusted)
     # by kind alone: the author of the manifest chooses what a name looks like
     return KINDS[source.kind](source.name, source.options, source.weights)[0]
-
-
-def _call(model: str, options: Mapping[str, Any]) -> Example:
-    module_name, _, function_name = model.partition(":")
-    sys.path.insert(0, os.getcwd())  # for a user's own file in the folder in which the command is run
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError, TypeError, SystemExit) as error:  # the middle two of ":f", "..a:f"
-        known = ", ".join(MODELS)
-        raise UsageError(
-            f"cannot import {model!r} ({first_line(error)}); give package.module:function, or one of {known}"
-        ) from error
-    finally:
-        sys.path.pop(0)
-    try:
-        module, args, dynamic_shapes = function(**options)
-    except (TypeError, ValueError, SystemExit) as error:
-        raise UsageError(f"{model} must return (module, args, dynamic_shapes): {first_line(error)}") from error
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"{model} returned a {type(module).__name__} as module; return a torch.nn.Module")
-    return Example(module, tuple(args), dynamic_shapes)

@@ -279,14 +279,9 @@ def _check_functions(model: ir.Model) -> None:
                 "differ on which one counts; export the model without functions, or with their own domain"
             )
     calls = {name: _operators(function) for name, function in model.functions.items()}
-    used, todo = set[ir.OperatorIdentifier](), [*_operators(model.graph)]
-    while todo:
-        if (name := todo.pop()) in calls and name not in used:
-            used.add(name)
-            todo += calls[name]
     sizes: dict[ir.OperatorIdentifier, int] = {}
     try:
-        for name in TopologicalSorter({name: calls[name].keys() & used for name in used}).static_order():
+        for name in TopologicalSorter({name: calls[name].keys() & calls.keys() for name in calls}).static_order():
             sizes[name] = min(_inlined(calls[name], sizes), MOST_NODES + 1)
     except CycleError as error:
         (_, name, _), *_ = error.args[1]

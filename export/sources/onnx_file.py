@@ -40,7 +40,7 @@ from attnforge.export.sources.repair import FUSED, repair, unfuse
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
 from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.cases import make_inputs, shape_of
+from attnforge.runtime.cases import make_inputs, shape_of, sizes_at
 
 SMALL = 2**16
 """Bytes up to which a weight in another file is read immediately."""
@@ -266,8 +266,8 @@ def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any]
     Raises:
         CaptureError: the example has other inputs, dtypes or shapes than the graph.
     """
+    sizes = sizes_at(inputs, "opt")
     if values is None or len(values) == 0:
-        sizes = {d.symbol: d.opt or 1 for spec in inputs for d in spec.dims if isinstance(d, DimSpec)}
         return make_inputs(Case(name="example", sizes=sizes, kind="normal", seed=0), inputs, {})
     if not isinstance(values, Mapping):
         values = dict(zip((spec.name for spec in inputs), values, strict=False))
@@ -278,7 +278,7 @@ def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any]
         array = to_numpy(spec.name, values[spec.name])
         if is_floating(array):
             array = array.astype(spec.dtype)
-        opt = shape_of(spec, {d.symbol: d.opt or 1 for d in spec.dims if isinstance(d, DimSpec)})
+        opt = shape_of(spec, sizes)
         if array.dtype != np.dtype(spec.dtype) or array.shape != opt:
             raise CaptureError(
                 f"the example of {spec.name!r} is {array.dtype}{list(array.shape)}; give {spec.dtype}{list(opt)}, with "

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
 from attnforge.arrays import Array, is_floating
-from attnforge.errors import AttnforgeError, BuildError, CaptureError, UsageError, first_line, raised_as, shortened
+from attnforge.errors import BuildError, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
 from attnforge.export.graphs.float64 import FIRST_OPSET, NoDoublePath
 from attnforge.export.graphs.nodes import is_op, is_used, optional_input
@@ -137,16 +137,10 @@ def check_converted(given: ir.Model, converted: ir.Model, inputs: Mapping[str, A
 
 
 def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapping[str, Array]) -> dict[str, Array]:
-    try:
+    shapes = shortened(", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items()))
+    failed = f"the graph does not run with {shapes}, which its dims allow"
+    with raised_as(CaptureError, failed, "; give ranges that it takes"):
         return runner(inputs)
-    except (AttnforgeError, MemoryError):
-        raise
-    except Exception as error:  # ONNX Runtime raises errors of many kinds
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
-        raise CaptureError(
-            f"the graph does not run with {shortened(shapes)}, which its dims allow: {shortened(first_line(error))}; "
-            "give ranges that it takes"
-        ) from error
 
 
 def _evaluate(evaluator: ReferenceEvaluator, inputs: Mapping[str, Array], reason: str) -> dict[str, Array]:

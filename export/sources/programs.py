@@ -10,12 +10,12 @@ timesteps and positions multiply such a constant by a thousand and take the sine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -45,11 +45,11 @@ CASTS: Mapping[OpOverload, int] = {aten.to.dtype: 1, aten.to.device: 2, aten.to.
 """Operators that cast, and the position of the dtype in their arguments."""
 
 LEFT_TO_TORCH = frozenset({
-    aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default, aten.resolve_neg.default,
-    aten.native_batch_norm.default, aten.sym_storage_offset.default,
+    aten.chunk.default, aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default,
+    aten.resolve_neg.default, aten.native_batch_norm.default, aten.sym_storage_offset.default,
 })  # fmt: skip
-"""Operators that torch decomposes although they have ONNX functions, which are wrong (`narrow` from the end) or
-untested."""
+"""Operators that torch decomposes although they have ONNX functions, which are wrong (`narrow` from the end, `chunk` of
+a dynamic size) or untested."""
 
 AS_IT_IS = frozenset({
     aten._to_copy.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
@@ -107,8 +107,10 @@ def decomposed(
     if any(map(_is_projected, nodes)):
         registry.functions.pop("aten::lstm.input")
         return decompose(program, registry)
-    if all(_has_function(node, known) for node in nodes):
-        _rename(nodes)
+    renamed = {node: call for node in nodes if (call := _other_name(node)) is not None}
+    if all(node in renamed or _has_function(node, known) for node in nodes):
+        for node, call in renamed.items():
+            node.target, node.args, node.kwargs = call
     else:
         program = decompose(program, registry)
     for node in program.graph.nodes:
@@ -119,23 +121,24 @@ def decomposed(
     return program
 
 
-def _rename(nodes: Iterable[Node]) -> None:
-    """Replace operators that are others under another name, in place."""
-    for node in nodes:
-        target: Any = node.target
-        if target in CASTS:
-            dtype = node.kwargs.get("dtype", (*node.args, None, None)[CASTS[target]])
-            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
-        elif target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
-            node.target, node.args = aten.transpose.int, (*node.args, -2, -1)
-        elif target == aten.numpy_T.default:
-            axes = range(node.meta["val"].dim())
-            node.target, node.args = aten.permute.default, (*node.args, [*reversed(axes)])
-        elif target == aten.chunk.default:  # the exporter's returns as many parts as asked for, some of them empty
-            size, dim = _chunk(node)
-            node.target, node.args, node.kwargs = aten.split.Tensor, (node.args[0], size, dim), {}
-        else:
-            node.target = SAME.get(target, target)
+def _other_name(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call of the same operator under a name that has an ONNX function: that function, and its arguments; None if
+    there is no such name."""
+    target: Any = node.target
+    if target in CASTS:
+        dtype = node.kwargs.get("dtype", (*node.args, None, None)[CASTS[target]])
+        return aten._to_copy.default, node.args[:1], {"dtype": dtype}
+    if target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
+        return aten.transpose.int, (*node.args, -2, -1), node.kwargs
+    if target == aten.numpy_T.default:
+        axes = range(node.meta["val"].dim())
+        return aten.permute.default, (*node.args, [*reversed(axes)]), node.kwargs
+    if target == aten.chunk.default:  # the exporter's returns as many parts as asked for, some of them empty
+        dim: Any = node.kwargs.get("dim", (*node.args, 0)[2])
+        size = node.meta["val"][0].shape[dim]
+        if isinstance(size, int) and size > 0:  # ONNX Runtime divides by the size
+            return aten.split.Tensor, (node.args[0], size, dim), {}
+    return (SAME[target], node.args, node.kwargs) if target in SAME else None
 
 
 def _in_pairs(node: Node) -> Node | None:
@@ -216,20 +219,9 @@ def _is_projected(node: Node) -> bool:
 
 def _has_function(node: Node, known: Collection[object]) -> bool:
     target = node.target
-    if target in SAME or target in CASTS or target in (aten.mT.default, aten.numpy_T.default):
-        return True
-    if target == aten.chunk.default:
-        size, _ = _chunk(node)
-        return isinstance(size, int) and size > 0  # ONNX Runtime divides by the size
     if target not in known or target in LEFT_TO_TORCH or isinstance(target, HigherOrderOperator):
         return False
     return not isinstance(target, OpOverload) or not target._schema.is_mutable
-
-
-def _chunk(node: Node) -> tuple[int | SymInt, int]:
-    """The size of the parts that `chunk` returns, and the dim that it divides."""
-    dim: Any = node.kwargs.get("dim", (*node.args, 0)[2])
-    return node.meta["val"][0].shape[dim], dim
 
 
 def promoted(run_node: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -110,8 +110,7 @@ def infer_shapes(model: ir.Model) -> None:
             except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
                 result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
-        shaped = {name: info for name, info in known.items() if _is_shaped(info)}
-        inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in shaped.items()})
+        inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in known.items()})
         return proto
 
     through_onnx(model.clone(), look)
@@ -167,23 +166,24 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
         orders = [dims_as_multiplied(len(shape), side, attributes) for shape, side in zip(shapes, "AB", strict=True)]
         left, right = ([shape[i] for i in order] for shape, order in zip(shapes, orders, strict=True))
         shape = [*self._broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1]]
-        dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
-        self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
+        self._know(node.output[0], node.input[0], shape)
 
     def _infer_Flatten(self, node: onnx.NodeProto) -> None:
         dims, axis = self._get_sympy_shape(node, 0), get_attribute(node, "axis", 1)
         axis = axis if axis >= 0 else axis + len(dims)
-        shape = get_shape_from_sympy_shape([prod(dims[:axis]), prod(dims[axis:])])
-        dtype = self.known_vi_[node.input[0]].type.tensor_type.elem_type
-        self.known_vi_[node.output[0]].CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, shape))
+        self._know(node.output[0], node.input[0], get_shape_from_sympy_shape([prod(dims[:axis]), prod(dims[axis:])]))
 
     def _infer_ConstantOfShape(self, node: onnx.NodeProto) -> None:
-        shape, made = self._get_int_or_float_values(node)[0], self.known_vi_[node.output[0]]
+        shape = self._get_int_or_float_values(node)[0]
         if isinstance(shape, list) and all(map(is_literal, shape)) and prod(map(int, shape)) > 2**20:
-            dtype = made.type.tensor_type.elem_type
-            made.CopyFrom(onnx.helper.make_tensor_value_info(node.output[0], dtype, list(map(int, shape))))
+            self._know(node.output[0], node.output[0], list(map(int, shape)))
         else:
             super()._infer_ConstantOfShape(node)
+
+    def _know(self, name: str, typed: str, shape: Sequence[Any]) -> None:
+        """Set the shape of a value, with the type of another one or of itself."""
+        dtype = self.known_vi_[typed].type.tensor_type.elem_type
+        self.known_vi_[name].CopyFrom(onnx.helper.make_tensor_value_info(name, dtype, shape))
 
 
 MOST_ROUNDS = 100
@@ -196,7 +196,7 @@ def _symbolically(proto: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto])
 
     Args:
         proto: the model.
-        known: receives the values whose types and shapes were inferred, also if those of others cannot be.
+        known: receives the values whose shapes were inferred, if those of others cannot be.
 
     Raises:
         ValueError: the shape of some value cannot be inferred.
@@ -212,5 +212,5 @@ def _symbolically(proto: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto])
         if not inference.run_:
             break
     produced = {name for node in proto.graph.node for name in node.output}
-    known.update({name: value for name, value in inference.known_vi_.items() if name in produced})
+    known.update({name: v for name, v in inference.known_vi_.items() if name in produced and _is_shaped(v)})
     raise ValueError("the shape of some value cannot be inferred")

@@ -136,6 +136,7 @@ def capture(
     dtype = torch_dtype(precision)
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
+    in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         with _seeded(FIRST_LOW):
             answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
@@ -148,7 +149,7 @@ def capture(
             )
         try:
             program = torch.onnx.export(
-                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=_as_signature(copied, shapes),
+                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=in_signature,
                 verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
                 custom_translation_table=translations(),
             )  # fmt: skip
@@ -314,20 +315,6 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     if unknown := set(dynamic_shapes) - set(names):
         raise CaptureError(f"dynamic_shapes names {', '.join(sorted(unknown))}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
-
-
-def _as_signature(module: nn.Module, shapes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The dynamic shapes of inputs in the structure of forward's parameters, where those of `*args` are a tuple; None
-    if nothing is dynamic."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    kinds = [parameter.kind for parameter in parameters]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return dict(shapes) or None
-    count = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    named = list(shapes.items())
-    return (
-        {**dict(named[:count]), parameters[count].name: tuple(shape for _, shape in named[count:])} if named else None
-    )
 
 
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:

@@ -109,7 +109,10 @@ class Float64:
             try:
                 noting = nullcontext() if peaks is None else _Note(peaks)
                 rounding = nullcontext() if noise is None else _Rounding(noise)
-                with _wide_by_default(), noting, rounding, _widening(self._parameters):
+                widen, fused = _Widen(self._parameters), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+                # Functions compare types before they call their operator; and operators are also called by functions
+                # that cannot be intercepted.
+                with _wide_by_default(), noting, rounding, _Operators(widen), _Functions(widen), fused:
                     outputs = run(self._module, inputs, torch.float64)
                 self._parameters.are_kept = True
                 return outputs
@@ -133,15 +136,6 @@ def _wide_by_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def _widening(parameters: _Parameters) -> Iterator[None]:
-    """Run functions and operators on widened operands. Both are needed: functions compare types before they call their
-    operator, and operators are also called by functions that cannot be intercepted."""
-    widen = _Widen(parameters)
-    with _Operators(widen), _Functions(widen), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        yield
 
 
 class _Parameters:

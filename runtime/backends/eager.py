@@ -245,18 +245,21 @@ def _tf32(tensor: Tensor) -> Tensor:
 
 def named_outputs(result: Any) -> dict[str, Tensor]:
     """The tensors that a module returned, by their names as a bundle's outputs; of a dataclass, its fields that are not
-    None."""
+    None.
+
+    Raises:
+        CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors.
+    """
     if dataclasses.is_dataclass(result) and not isinstance(result, Mapping):
         if pytree.tree_is_leaf(result):
             torch.export.register_dataclass(type(result))  # otherwise torch does not export it
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         result = {name: value for name, value in fields.items() if value is not None}
-    return dict(zip(output_names(result), _tensors(result), strict=True))
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    items = list(result.values()) if isinstance(result, Mapping) else result
-    items = [*items] if isinstance(items, tuple | list) else [items]
+    if isinstance(result, Mapping):
+        names, items = [str(key) for key in result], list(result.values())
+    else:
+        items = [*result] if isinstance(result, tuple | list) else [result]
+        names = ["output"] if len(items) == 1 else [f"output_{i}" for i in range(len(items))]
     others = [type(item).__name__ for item in items if not isinstance(item, Tensor)]
     if others or not items:
         found = f"{others[0]} in what it returned" if others else "nothing"
@@ -265,19 +268,7 @@ def _tensors(result: Any) -> list[Tensor]:
         )
     if any(item.is_complex() for item in items):
         raise CaptureError("the module returns complex numbers; return real pairs, as torch.view_as_real makes them")
-    return items
-
-
-def output_names(result: Any) -> list[str]:
-    """The names of the tensors of a module's result as a bundle's outputs.
-
-    Raises:
-        CaptureError: the result is not a tensor, or a tuple, list or mapping of tensors.
-    """
-    if isinstance(result, Mapping):
-        return [str(key) for key in result]
-    count = len(_tensors(result))
-    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
+    return dict(zip(names, items, strict=True))
 
 
 class Eager(Backend):

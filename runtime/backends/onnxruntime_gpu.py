@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +21,16 @@ from attnforge.runtime.backends.backend import Registered
 from attnforge.runtime.backends.onnxruntime import (
     BFLOAT16_ONNX,
     WithSession,
-    bind_host,
     bind_host_input,
     given,
+    host_value,
     refusals,
     session_options,
     weights_of,
 )
 from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.decoding.device_cache import DeviceCache, Rows
-from attnforge.runtime.gpu import Block, DeviceOutputs, Feed, Gpu, bytes_of
+from attnforge.runtime.gpu import DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory, Options
 
@@ -91,12 +90,10 @@ class OnnxRuntimeGpu(WithSession):
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         with self._lock, self.gpu.current():
-            binding = self._binding()
             every = zip(self._outputs, self.output_shapes(shapes), out or [None] * len(self._outputs), strict=True)
-            results = {spec.name: np.empty(shape, spec.dtype) if to is None else to for spec, shape, to in every}
-            bind_host(binding, {spec.name: array for spec, array in zip(self._inputs, arrays, strict=True)}, results)
-            self._execute(binding, NO_GRAPH)
-        return list(results.values())
+            results = [np.empty(shape, spec.dtype) if to is None else to for spec, shape, to in every]
+            self._execute(self._binding(_named(self._inputs, arrays), _named(self._outputs, results)), NO_GRAPH)
+        return results
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
@@ -106,7 +103,8 @@ class OnnxRuntimeGpu(WithSession):
             run_on.wait(stream)
             static = self._static_of(shapes) if self._graphs else None
             if static is None:
-                self._run(feeds, results)
+                binding = self._binding(_named(self._inputs, feeds), _named(self._outputs, results))
+                self._execute(binding, NO_GRAPH, wait=False)
             else:
                 self._replays.submit(self._replay, static, feeds, results).result()
             event = run_on.record()
@@ -121,21 +119,15 @@ class OnnxRuntimeGpu(WithSession):
             inputs: inputs by name: arrays on the host, which are read again in each run, or rows of a cache.
             outputs: outputs by name, likewise.
         """
-        binding = self._binding()
-        on_host = [(name, value) for name, value in inputs.items() if isinstance(value, np.ndarray)]
-        for values, bind in ((inputs, binding.bind_input), (outputs, binding.bind_output)):
-            for name, value in values.items():
-                if isinstance(value, Rows):
-                    bind(name, *self._location(value.dtype, value.shape, value.address))
-        bind_host(binding, {}, {name: value for name, value in outputs.items() if isinstance(value, np.ndarray)})
-
+        on_host = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+        binding = self._binding({name: value for name, value in inputs.items() if name not in on_host}, outputs)
         kept = (inputs, outputs)  # the binding only has addresses
 
         def run() -> None:
             assert kept
             with self._lock, self.gpu.current():
                 self._open()
-                for name, array in on_host:  # a binding copies it to the device at once
+                for name, array in on_host.items():  # a binding copies it to the device at once
                     bind_host_input(binding, name, array)
                 self._execute(binding, NO_GRAPH)
 
@@ -174,8 +166,20 @@ class OnnxRuntimeGpu(WithSession):
 
     # ---
 
-    def _binding(self) -> Any:
-        return self._open().io_binding()
+    def _binding(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        """A binding of arrays on the host, or on the device, which are not copied."""
+        binding = self._open().io_binding()
+        for name, value in inputs.items():
+            if isinstance(value, np.ndarray):
+                bind_host_input(binding, name, value)
+            else:
+                binding.bind_input(name, *self._location(value))
+        for name, value in outputs.items():
+            if isinstance(value, np.ndarray):
+                binding.bind_ortvalue_output(name, host_value(value))
+            else:
+                binding.bind_output(name, *self._location(value))
+        return binding
 
     def _execute(self, binding: Any, graph: str, wait: bool = True) -> None:
         options = ort.RunOptions()
@@ -187,28 +191,17 @@ class OnnxRuntimeGpu(WithSession):
         except Exception as error:  # ONNX Runtime's errors have no class in common
             raise self.gpu.failure(f"{self.name}: {error}") from error
 
-    def _run(self, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
-        binding = self._binding()
-        for spec, feed in zip(self._inputs, feeds, strict=True):
-            if isinstance(feed, np.ndarray):
-                bind_host_input(binding, spec.name, feed)
-            else:
-                binding.bind_input(spec.name, *self._location(spec.dtype, feed.shape, feed.ptr))
-        for spec, view in zip(self._outputs, results, strict=True):
-            binding.bind_output(spec.name, *self._location(spec.dtype, view.shape, view.ptr))
-        self._execute(binding, NO_GRAPH, wait=False)
-
     def _replay(self, static: _Static, feeds: Sequence[Feed], results: Sequence[StridedMemoryView]) -> None:
         check, handle = self.gpu.check, int(self._stream.handle)
         with self.gpu.current():
-            for feed, block in zip(feeds, static.inputs, strict=True):
+            for feed, rows in zip(feeds, static.inputs, strict=True):
                 if isinstance(feed, np.ndarray):
-                    check(driver.cuMemcpyHtoDAsync(block.address, feed.ctypes.data, feed.nbytes, handle))
+                    check(driver.cuMemcpyHtoDAsync(rows.ptr, feed.ctypes.data, feed.nbytes, handle))
                 else:
-                    check(driver.cuMemcpyDtoDAsync(block.address, feed.ptr, bytes_of(feed), handle))
+                    check(driver.cuMemcpyDtoDAsync(rows.ptr, feed.ptr, bytes_of(feed), handle))
             self._execute(static.binding, static.id, wait=False)
-            for view, block in zip(results, static.outputs, strict=True):
-                check(driver.cuMemcpyDtoDAsync(view.ptr, block.address, bytes_of(view), handle))
+            for view, rows in zip(results, static.outputs, strict=True):
+                check(driver.cuMemcpyDtoDAsync(view.ptr, rows.ptr, bytes_of(view), handle))
 
     def _static_of(self, shapes: Shapes) -> _Static | None:
         """Memory at fixed addresses for these shapes, which a CUDA graph needs; None for shapes that come after the
@@ -217,23 +210,23 @@ class OnnxRuntimeGpu(WithSession):
             return known
         if len(self._static) >= GRAPHS_KEPT:
             return None
-        binding = self._binding()
-        blocks: list[list[Block]] = [[], []]
-        sides = (
-            (self._inputs, shapes.inputs, binding.bind_input),
-            (self._outputs, shapes.outputs, binding.bind_output),
+        sides = (self._inputs, shapes.inputs), (self._outputs, self.output_shapes(shapes))
+        inputs, outputs = (
+            [Rows.allocated(self.gpu, shape, np.dtype(spec.dtype)) for spec, shape in zip(specs, sizes, strict=True)]
+            for specs, sizes in sides
         )
-        for side, (specs, sizes, bind) in zip(blocks, sides, strict=True):
-            for spec, shape in zip(specs, sizes, strict=True):
-                assert shape is not None  # checked by output_shapes
-                side.append(self.gpu.allocate(prod(shape) * np.dtype(spec.dtype).itemsize))
-                bind(spec.name, *self._location(spec.dtype, shape, side[-1].address))
-        static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, *blocks)
+        binding = self._binding(_named(self._inputs, inputs), _named(self._outputs, outputs))
+        static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, inputs, outputs)
         return static
 
-    def _location(self, dtype: str | np.dtype[Any], shape: Sequence[int], address: int) -> tuple[Any, ...]:
-        dtype = np.dtype(dtype)
-        return "cuda", self.gpu.ordinal, BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type, list(shape), address
+    def _location(self, value: StridedMemoryView | Rows) -> tuple[Any, ...]:
+        dtype = np.dtype(value.dtype)
+        kind = BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type
+        return "cuda", self.gpu.ordinal, kind, list(value.shape), value.ptr
+
+
+def _named(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any]:
+    return {spec.name: value for spec, value in zip(specs, values, strict=True)}
 
 
 class _Static(NamedTuple):
@@ -247,8 +240,8 @@ class _Static(NamedTuple):
 
     id: str
     binding: Any
-    inputs: list[Block]
-    outputs: list[Block]
+    inputs: list[Rows]
+    outputs: list[Rows]
 
 
 def provider_options(bundle: Bundle, backend: str, options: Options, stream: int) -> list[tuple[str, dict[str, str]]]:

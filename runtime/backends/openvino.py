@@ -56,22 +56,16 @@ filled slots. It would keep 5,000: a Llama of 100 million parameters used 3.4 Gi
 used 0.2 GiB more, at the same time per token; with 32 that took a sixth longer, and with none half as long again."""
 
 
-def open_bundle(bundle: Bundle, row: Registered, options: Options) -> OpenVino:
-    """The bundle's graph for OpenVINO on the CPU, or the canonical graph if there is none."""
-    with bundle.steady():
-        return OpenVino(bundle.manifest, bundle.model(row.model(bundle.manifest)), options)
-
-
 class OpenVino(Backend):
-    """A graph compiled by OpenVINO. Any number of threads may call it; it runs one call after another, each on all its
-    threads.
+    """The bundle's graph for OpenVINO on the CPU, or the canonical graph if there is none. Any number of threads may
+    call it; it runs one call after another, each on all its threads.
 
     The model is compiled once for all sizes that the bundle supports, and once more for each of the first combinations
     of shapes that occur a second time.
 
     Args:
-        manifest: the bundle's manifest.
-        file: the graph's file, or its content.
+        bundle: the bundle whose graph to load.
+        row: `openvino`.
         options: options of the session.
 
     Raises:
@@ -81,7 +75,8 @@ class OpenVino(Backend):
     name = "openvino"
     new_cache, free_bytes = staticmethod(np.zeros), staticmethod(available)
 
-    def __init__(self, manifest: Manifest, file: Path | bytes, options: Options) -> None:
+    def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
+        manifest = bundle.manifest
         self._core: Any = openvino.Core()
         self._decoding = manifest.decoding
         self._inputs, self._outputs = manifest.graph_inputs, manifest.graph_outputs
@@ -104,11 +99,9 @@ class OpenVino(Backend):
         self._lock = threading.Lock()
         self._seen: Recent[Shape, bool] = Recent(4096)
         self._special: dict[Shape, _Compiled | None] = {}  # None while it is being compiled
-        self._weights: int
-        self._model: Any
         self._general: _Compiled | None
-        with raised_as(UnavailableError, "OpenVINO cannot compile this model", passing=(OSError,)):
-            self._model, self._general = self._opened(file, manifest)
+        with bundle.steady(), raised_as(UnavailableError, "OpenVINO cannot compile this model", passing=(OSError,)):
+            self._model, self._general = self._opened(bundle.model(row.model(manifest)), manifest)
         self._limit = min(SPECIALIZED, max(1, SPECIALIZED_BYTES // max(self._weights, 1)))
         is_fixed = not any(isinstance(dim, DimSpec) for spec in self._inputs for dim in spec.dims)
         if is_fixed or manifest.decoding is not None:  # steps are bound to the model for all shapes

@@ -45,14 +45,8 @@ def rows_first(model: Any) -> None:
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Gather" or _value(node.input_value(2)) != 0:
             continue
-        product = node.input_value(0).get_node()
-        if product.get_type_name() != "Multiply":
-            continue
-        converted, scale = (product.input_value(i).get_node() for i in range(2))
-        table = converted.input_value(0) if converted.get_type_name() == "Convert" else None
-        if table is None or table.get_node().get_type_name() != "Constant" or _kind(table) != "i8":
-            continue
-        if list(scale.get_output_shape(0)) != [table.get_shape()[0], 1]:
+        table, scale = _dequantised(node.input_value(0).get_node())
+        if table is None or list(scale.get_output_shape(0)) != [table.get_shape()[0], 1]:
             continue
         index, axis = node.input_value(1), node.input_value(2)
         rows = ops.convert(ops.gather(table, index, axis), _kind(node.output(0)))
@@ -62,18 +56,25 @@ def rows_first(model: Any) -> None:
 def weights_in_fp32(model: Any) -> None:
     """Dequantise 8-bit weights, so that OpenVINO multiplies in fp32 what its integer products would saturate."""
     for node in model.get_ordered_ops():
-        scaled = node.input_value(1).get_node() if node.get_type_name() == "MatMul" else None
-        if scaled is None or scaled.get_type_name() != "Multiply":
+        if node.get_type_name() != "MatMul":
             continue
-        converted, scale = (scaled.input_value(i).get_node() for i in range(2))
-        stored = converted.input_value(0) if converted.get_type_name() == "Convert" else None
-        while scale.get_type_name() == "Reshape":
+        scaled = node.input_value(1).get_node()
+        stored, scale = _dequantised(scaled)
+        while scale is not None and scale.get_type_name() == "Reshape":
             scale = scale.input_value(0).get_node()
-        if stored is None or stored.get_node().get_type_name() != "Constant" or _kind(stored) != "i8":
-            continue
-        if scale.get_type_name() == "Constant":
+        if stored is not None and scale.get_type_name() == "Constant":
             factors = scale.get_data().reshape(list(scaled.get_input_shape(1)))
             _replace(scaled, ops.constant(stored.get_node().get_data() * factors))
+
+
+def _dequantised(product: Any) -> tuple[Any, Any]:
+    """The 8-bit constant that a node scales, and the node of the scale; None twice for any other node."""
+    if product.get_type_name() == "Multiply":
+        converted, scale = (product.input_value(i).get_node() for i in range(2))
+        stored = converted.input_value(0) if converted.get_type_name() == "Convert" else None
+        if stored is not None and stored.get_node().get_type_name() == "Constant" and _kind(stored) == "i8":
+            return stored, scale
+    return None, None
 
 
 def scores_in_fp32(model: Any) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice, Manifest
+from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice, Engine, Manifest
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices, this_machine, versions
 from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered
@@ -32,7 +32,10 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
             "the bundle has no step for CUDA: an earlier version deployed it, or its caches are in 8 bits; deploy it "
             "again without --cache-precision"
         )
-    return _no_plan(bundle, backend, device) if backend in FLAVOURS else _no_model(bundle, backend)
+    if backend not in FLAVOURS:
+        return _no_model(bundle, backend)
+    plan = _plan(bundle, backend, device)
+    return plan if isinstance(plan, str) else None
 
 
 def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None:
@@ -47,9 +50,8 @@ def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None
         return None if bundle.trusted or not OUTSIDE[backend].runs_code else FOREIGN.format(backend)
     if backend not in FLAVOURS:
         return None
-    version = importlib.import_module(backend).__version__
-    engine = engine_for(bundle.manifest.targets[backend].engines, version, compute_capability(device))
-    return engine if isinstance(engine, str) else None if is_trusted_plan(bundle, engine) else STRANGERS.format(backend)
+    plan = _plan(bundle, backend, device)
+    return plan if isinstance(plan, str) else None if is_trusted_plan(bundle, plan) else STRANGERS.format(backend)
 
 
 def why_not_here(backend: str) -> str | None:
@@ -252,7 +254,8 @@ def _no_openvino(backend: str) -> str | None:
 # --- availability of a bundle's backends ------------------------------------------------------------------------------
 
 
-def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
+def _plan(bundle: Bundle, backend: str, device: int) -> Engine | str:
+    """The plan that a device runs, or the reason why there is none."""
     if backend not in bundle.manifest.targets:
         skipped = bundle.manifest.skipped.get(backend, f"deploy it again with --target {backend}")
         return f"the bundle has no plan for {backend}: {skipped}"
@@ -271,8 +274,7 @@ def _no_plan(bundle: Bundle, backend: str, device: int) -> str | None:
         )
     if (reason := _no_gpu(backend, device)) is not None:
         return reason
-    engine = engine_for(engines, version, compute_capability(device))
-    return engine if isinstance(engine, str) else None
+    return engine_for(engines, version, compute_capability(device))
 
 
 def _no_model(bundle: Bundle, backend: str) -> str | None:
@@ -309,7 +311,7 @@ REGISTRY = {
             ("onnxruntime",), steps=True,
         ),
         Registered(
-            "openvino", "openvino", ("openvino",), "openvino:open_bundle", _no_openvino, steps=True,
+            "openvino", "openvino", ("openvino",), "openvino:OpenVino", _no_openvino, steps=True,
             uncertified="it does not report what it fuses",
         ),
     )

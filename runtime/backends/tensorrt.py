@@ -142,11 +142,12 @@ class TensorRT:
 
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         with self.gpu.current(), self._lanes.borrow() as lane:
-            expected = self.output_shapes(shapes)
-            results = lane.run(arrays, shapes, expected)
-            return [  # copies, because the lane's next call overwrites its memory
-                _copied(result, out[i] if out is not None else None) for i, result in enumerate(results)
-            ]
+            results = lane.run(arrays, shapes, self.output_shapes(shapes))
+            targets = zip(results, out or [None] * len(results), strict=True)
+            copies = [np.empty_like(result) if target is None else target for result, target in targets]
+            for copy, result in zip(copies, results, strict=True):  # the lane's next call overwrites its memory
+                np.copyto(copy, result)
+            return copies
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
@@ -165,8 +166,7 @@ class TensorRT:
             if self._shaper is None:
                 self._shaper = self.new_context(None)
             context = self._shaper
-            self.select(context, profile, self.gpu.stream)
-            self.set_shapes(context, inputs)
+            self.set_shapes(context, profile, inputs, self.gpu.stream)
             inferred = tuple(tuple(context.get_tensor_shape(name)) for name, _ in self.results)
         if any(size < 0 for shape in inferred for size in shape):
             raise UnavailableError(
@@ -204,23 +204,19 @@ class TensorRT:
             context.set_device_memory(activations.address, activations.size)
         return context
 
-    def select(self, context: Any, profile: int, stream: Stream) -> None:
-        """Select `profile` for the context. Its shapes have to be set again after that."""
-        if context.active_optimization_profile == profile:
-            return
-        try:
-            selected = context.set_optimization_profile_async(profile, int(stream.handle))
-        except RuntimeError:  # the bindings raise it without the reason, which the recorder has
-            selected = False
-        if not selected:
-            raise self.failure(f"it refused optimization profile {profile}")
-
-    def set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Set the inputs' shapes.
+    def set_shapes(self, context: Any, profile: int, shapes: Sequence[tuple[int, ...]], stream: Stream) -> None:
+        """Select an optimization profile, and set the inputs' shapes.
 
         Raises:
             InputError: TensorRT refuses a shape.
         """
+        if context.active_optimization_profile != profile:
+            try:
+                selected = context.set_optimization_profile_async(profile, int(stream.handle))
+            except RuntimeError:  # the bindings raise it without the reason, which the recorder has
+                selected = False
+            if not selected:
+                raise self.failure(f"it refused optimization profile {profile}")
         for name, shape in zip(self.inputs, shapes, strict=True):
             if not context.set_input_shape(name, shape):
                 raise InputError(f"{self.name} refused shape {shape} for input {name!r}: {self.errors.last()}")
@@ -351,7 +347,6 @@ class _Lane:
         uploads, moves, addresses = [], [], []
         for name, feed in zip(self._owner.inputs, feeds, strict=True):
             if isinstance(feed, np.ndarray):
-                self._done.sync()  # the previous call may still read the pinned memory
                 uploads.append(self._upload(name, feed))
                 addresses.append(uploads[-1][0])
             elif feed.ptr % ALIGNMENT:
@@ -392,8 +387,7 @@ class _Lane:
                 return
             if self._shapes != call.shapes or self._context.active_optimization_profile != call.profile:
                 self._shapes = None
-                self._owner.select(self._context, call.profile, stream)
-                self._owner.set_shapes(self._context, call.shapes)
+                self._owner.set_shapes(self._context, call.profile, call.shapes, stream)
                 self._shapes = call.shapes
             self._enqueue(self._context, call, stream)
         finally:
@@ -419,12 +413,9 @@ class _Lane:
         owner, stream = self._owner, self._stream
         stream.wait(callers)  # the first run reads the inputs
         context = owner.new_context(self._activations, specialized=True)
-        owner.select(context, call.profile, stream)
-        owner.set_shapes(context, call.shapes)
+        owner.set_shapes(context, call.profile, call.shapes, stream)
         try:
-            self._enqueue(
-                context, call, stream
-            )  # a first run compiles and allocates, which is not allowed in a capture
+            self._enqueue(context, call, stream)  # compiles and allocates, which is not allowed in a capture
             stream.sync()
         except BaseException:
             callers.wait(stream)  # the run may have been enqueued in part
@@ -458,6 +449,7 @@ class _Lane:
 
     def _upload(self, name: str, array: Array) -> tuple[int, int, int]:
         """Copy an array to pinned memory; returns the (to, from, bytes) of the copy to enqueue."""
+        self._done.sync()  # the previous call may still read the pinned memory
         pinned = self._block(self._pinned, name, array.nbytes)
         np.copyto(pinned.array(array.shape, array.dtype), array)
         return self._block(self._device, name, array.nbytes).address, pinned.address, array.nbytes
@@ -468,8 +460,7 @@ class _Lane:
         if block is None or block.size < size:
             self._done.sync()
             blocks.pop(name, None)
-            allocate = self._gpu.allocate_pinned if blocks is self._pinned else self._gpu.allocate
-            block = blocks[name] = allocate(size)
+            block = blocks[name] = self._gpu.allocate(size, pinned=blocks is self._pinned)
         return block
 
 
@@ -479,14 +470,6 @@ class _Graph(NamedTuple):
 
     graph: Any
     context: Any
-
-
-def _copied(result: Array, target: Array | None) -> Array:
-    """A copy of `result`, in `target` if there is one."""
-    if target is None:
-        return result.copy()
-    np.copyto(target, result)
-    return target
 
 
 def invalid(bits: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Manifest
 from attnforge.errors import RunError
 from attnforge.runtime.backends.backend import Backend
-from attnforge.runtime.decoding.decoder import Decoder, Stepping, StepSpec
+from attnforge.runtime.decoding.decoder import Decoder, Stepping
 from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
@@ -27,11 +27,11 @@ class WholeSequences(Backend):
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self.name = backend.name
-        self._backend, self._step = backend, StepSpec.of(manifest)
+        self._backend, self._manifest = backend, manifest
 
     def decoder(self, batch: int) -> Decoder:
         """A decoder for this many samples."""
-        return Decoder(cast(Stepping, self._backend), self._step, batch)
+        return Decoder(cast(Stepping, self._backend), self._manifest, batch)
 
     def by_schedule(self, name: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The model's outputs by name if a decoder receives the tokens by one of :data:`SCHEDULES`; and, by the names
@@ -40,7 +40,7 @@ class WholeSequences(Backend):
         Raises:
             RunError: the caches contain a different number of tokens than were given.
         """
-        tokens = feeds[self._step.tokens.name]
+        (tokens,) = feeds.values()
         answers, decoder = SCHEDULES[name](self.decoder(len(tokens)), tokens)
         if (decoder.lengths != tokens.shape[1]).any():
             raise RunError(
@@ -55,7 +55,7 @@ class WholeSequences(Backend):
     def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
         (tokens,) = arrays
         answers = self.decoder(len(tokens)).extend(list(tokens))
-        return [np.stack(answers[spec.name]) for spec in self._step.outputs]
+        return [np.stack(answers[spec.name]) for spec in self._manifest.outputs]
 
     def memory(self) -> Memory:
         return self._backend.memory()

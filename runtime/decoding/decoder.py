@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from attnforge.arrays import Array, is_torch, to_numpy, to_torch
-from attnforge.bundle import NEXT, Decoding, Manifest, TensorSpec
+from attnforge.bundle import NEXT, Manifest, TensorSpec
 from attnforge.errors import DeviceError, InputError, RunError, UnavailableError, UsageError, raised_as
 from attnforge.memory import ROOM
 from attnforge.numbers import whole
@@ -47,40 +46,6 @@ class Stepping(Protocol):
         """The free memory there; None if unknown."""
 
 
-@dataclass(frozen=True)
-class StepSpec:
-    """The manifest's description of a step.
-
-    Attributes:
-        tokens: the input with tokens.
-        outputs: the model's outputs.
-        decoding: the caches.
-    """
-
-    tokens: TensorSpec
-    outputs: list[TensorSpec]
-    decoding: Decoding
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> StepSpec:
-        assert manifest.decoding is not None
-        return cls(manifest.graph_inputs[0], manifest.outputs, manifest.decoding)
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of tokens in one run."""
-        return self.tokens.range_of(1)[1]
-
-    @property
-    def most_samples(self) -> int:
-        """Maximum number of samples in one run."""
-        return self.tokens.range_of(0)[1]
-
-    def of_token(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The dims of one token in an input or output."""
-        return tuple(dim for dim in spec.dims[2:] if isinstance(dim, int))
-
-
 class Decoder:
     """The caches of some samples, where the backend computes, and the model's next step for them.
 
@@ -89,7 +54,7 @@ class Decoder:
 
     Args:
         backend: runs steps.
-        step: what the manifest says about them.
+        step: manifest of the bundle whose graph is a step.
         batch: number of samples.
 
     Raises:
@@ -101,14 +66,18 @@ class Decoder:
         places: capacity of the caches, in tokens per sample.
     """
 
-    def __init__(self, backend: Stepping, step: StepSpec, batch: int = 1) -> None:
-        if not 1 <= (batch := whole("batch", batch)) <= step.most_samples:
-            raise InputError(f"batch is {batch}; the bundle supports 1 to {step.most_samples} samples")
-        self.batch, self.places = batch, step.decoding.places
-        self._backend, self._step = backend, step
+    def __init__(self, backend: Stepping, step: Manifest, batch: int = 1) -> None:
+        assert step.decoding is not None
+        self._backend, self._manifest = backend, step
+        self._decoding, self._tokens, self._outputs = step.decoding, step.inputs[0], step.outputs
+        (_, most), (_, self._longest) = self._tokens.range_of(0), self._tokens.range_of(1)
+        if not 1 <= (batch := whole("batch", batch)) <= most:
+            raise InputError(f"batch is {batch}; the bundle supports 1 to {most} samples")
+        self.batch, self.places = batch, self._decoding.places
         self._busy = threading.Lock()
         self._past = np.zeros(batch, np.int64)
-        needed = cache_bytes(backend, step, batch)
+        shapes = {spec.name: (batch, *_fixed(spec, 1)) for spec in self._decoding.tensors}
+        needed = sum(prod(shape) * backend.dtype_of(name).itemsize for name, shape in shapes.items())
         left = backend.free_bytes() if needed > ROOM else None
         if left is not None and needed > left:
             raise UnavailableError(
@@ -116,17 +85,13 @@ class Decoder:
                 f"{left / 2**30:,.2f} GiB are free; decode fewer samples at once, or deploy with fewer cache_tokens"
             )
         try:
-            self._caches = {
-                spec.name: backend.new_cache((batch, *_fixed(spec)), backend.dtype_of(spec.name))
-                for spec in step.decoding.tensors
-            }
+            self._caches = {name: backend.new_cache(shape, backend.dtype_of(name)) for name, shape in shapes.items()}
         except DeviceError as error:
             raise UnavailableError(f"the caches of {batch} samples, {needed / 2**30:,.2f} GiB: {error}") from error
-        self._token = np.zeros((batch, 1, *step.of_token(step.tokens)), np.dtype(step.tokens.dtype))
-        self._answers = {
-            spec.name: np.zeros((batch, 1, *step.of_token(spec)), np.dtype(spec.dtype)) for spec in step.outputs
-        }
-        self._indices = np.arange(step.longest)
+        self._of_token = _fixed(self._tokens, 2)
+        self._token = np.zeros((batch, 1, *self._of_token), self._tokens.dtype)
+        self._answers = {spec.name: np.zeros((batch, 1, *_fixed(spec, 2)), spec.dtype) for spec in self._outputs}
+        self._indices = np.arange(self._longest)
         self._next: Callable[[], None] | None = None
 
     # --- public interface ---------------------------------------------------------------------------------------------
@@ -191,7 +156,7 @@ class Decoder:
             InputError: as in :meth:`prefill`; or the output cannot be written to `out`.
             UsageError: another thread runs this decoder.
         """
-        array = self._checked(tokens, self._step.of_token(self._step.tokens))
+        array = self._checked(tokens, (self.batch, *self._of_token))
         target = None if out is None else self._target(out)
         with self._running():
             self._check_capacity(np.ones(self.batch, np.int64))
@@ -223,8 +188,8 @@ class Decoder:
         """
         wanted = self._lengths(lengths)
         with self._running():
-            if (wanted > self._past).any() or (wanted < 0).any():
-                sample = int(np.argmax((wanted > self._past) | (wanted < 0)))
+            if (wrong := (wanted > self._past) | (wanted < 0)).any():
+                sample = int(np.argmax(wrong))
                 raise InputError(
                     f"sample {sample} has {self._past[sample]} tokens, so {wanted[sample]} cannot be kept; give 0 to "
                     f"{self._past[sample]}"
@@ -247,7 +212,7 @@ class Decoder:
         """
         chosen = self._samples(range(self.batch) if samples is None else samples)
         with self._running():
-            copy = type(self)(self._backend, self._step, len(chosen))
+            copy = type(self)(self._backend, self._manifest, len(chosen))
             filled = int(self._past.max(initial=0))
             for name, cache in self._caches.items():
                 copy._caches[name][:, :, :filled] = cache[chosen, :, :filled]
@@ -277,14 +242,13 @@ class Decoder:
 
     def rows(self, tokens: Any, lengths: Any = None) -> list[Array]:
         """The tokens of every sample, checked, from the arguments of :meth:`prefill`."""
-        of_token = self._step.of_token(self._step.tokens)
         if isinstance(tokens, (list, tuple)) and all(hasattr(row, "shape") or isinstance(row, list) for row in tokens):
             if lengths is not None:
                 raise InputError("tokens were given as one array per sample, which have lengths; leave lengths out")
             if len(tokens) != self.batch:
                 raise InputError(f"tokens of {len(tokens)} samples were given; this decoder has {self.batch}")
-            return [self._checked(row, (None, *of_token), whole=False) for row in tokens]
-        array = self._checked(tokens, (None, *of_token))
+            return [self._checked(row, (None, *self._of_token)) for row in tokens]
+        array = self._checked(tokens, (self.batch, None, *self._of_token))
         if lengths is None:
             return list(array)
         counts = self._lengths(lengths)
@@ -296,10 +260,10 @@ class Decoder:
 
     def _target(self, out: Any) -> Array:
         """The caller's array for the output of a step, checked."""
-        if len(self._step.outputs) != 1:
-            raise InputError(f"the model has {len(self._step.outputs)} outputs; leave `out` out, and read them by name")
-        (spec,) = self._step.outputs
-        return writable(spec, out, (self.batch, *self._step.of_token(spec)), strided=True)
+        if len(self._outputs) != 1:
+            raise InputError(f"the model has {len(self._outputs)} outputs; leave `out` out, and read them by name")
+        (spec,) = self._outputs
+        return writable(spec, out, (self.batch, *_fixed(spec, 2)), strided=True)
 
     def _samples(self, samples: Iterable[int]) -> list[int]:
         chosen = [whole("a sample's number", sample) for sample in samples]
@@ -315,18 +279,17 @@ class Decoder:
             )
         return np.broadcast_to(array, (self.batch,)).astype(np.int64)
 
-    def _checked(self, tokens: Any, dims: Sequence[int | None], *, whole: bool = True) -> Array:
-        """Tokens as an array of the bundle's type: for all samples, `(batch, *dims)`, or for one."""
-        spec, vocabulary = self._step.tokens, self._step.decoding.vocabulary
+    def _checked(self, tokens: Any, dims: Sequence[int | None]) -> Array:
+        """Tokens as an array of the bundle's type and of these dims, of which None may have any size."""
+        spec, vocabulary = self._tokens, self._decoding.vocabulary
         wanted = np.dtype(spec.dtype)
         array = _as_array(spec.name, tokens)
         if not array.size and isinstance(tokens, list):
             array = array.astype(wanted)  # an empty list has no type
         if array.dtype != wanted and (array.dtype.kind not in "iu" or wanted.kind not in "iu"):
             raise InputError(f"{spec.name} is {array.dtype.name}; the model takes {spec.dtype}: convert it first")
-        expected = (self.batch, *dims) if whole else tuple(dims)
-        if array.ndim != len(expected) or any(w not in (None, s) for s, w in zip(array.shape, expected, strict=True)):
-            shape = ", ".join("tokens" if dim is None else str(dim) for dim in expected)
+        if array.ndim != len(dims) or any(w not in (None, s) for s, w in zip(array.shape, dims, strict=True)):
+            shape = ", ".join("tokens" if dim is None else str(dim) for dim in dims)
             raise InputError(f"{spec.name} has the shape {list(array.shape)}; give ({shape})")
         if vocabulary is not None:
             check_index(spec.name, array, 0, vocabulary - 1)
@@ -375,23 +338,20 @@ class Decoder:
         self._next()
 
     def _sample_by_sample(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
-        answers: dict[str, list[Array]] = {spec.name: [] for spec in self._step.outputs}
+        answers: dict[str, list[Array]] = {spec.name: [] for spec in self._outputs}
         for sample, row in enumerate(rows):
             pieces: dict[str, list[Array]] = {name: [] for name in answers}
-            for first in range(0, len(row), self._step.longest):
-                part = np.ascontiguousarray(row[None, first : first + self._step.longest])
+            for first in range(0, len(row), self._longest):
+                part = np.ascontiguousarray(row[None, first : first + self._longest])
                 past = np.array([self._past[sample] + first], np.int64)
                 count = part.shape[1]
-                kept = self._indices[count - 1 if only_last and self._step.decoding.kept is not None else 0 : count]
-                outputs = {
-                    spec.name: np.empty((1, len(kept), *self._step.of_token(spec)), np.dtype(spec.dtype))
-                    for spec in self._step.outputs
-                }
+                kept = self._indices[count - 1 if only_last and self._decoding.kept is not None else 0 : count]
+                outputs = {s.name: np.empty((1, len(kept), *_fixed(s, 2)), s.dtype) for s in self._outputs}
                 self._bound(part, past, kept, outputs, slice(sample, sample + 1))()
                 for name, array in outputs.items():
                     pieces[name] = [array[0, -1:].copy()] if only_last else [*pieces[name], array[0]]
-            for spec in self._step.outputs:
-                none = np.empty((0, *self._step.of_token(spec)), np.dtype(spec.dtype))
+            for spec in self._outputs:
+                none = np.empty((0, *_fixed(spec, 2)), spec.dtype)
                 parts = pieces[spec.name]
                 answers[spec.name].append(parts[0] if len(parts) == 1 else np.concatenate([none, *parts]))
         return answers
@@ -401,9 +361,9 @@ class Decoder:
     ) -> Callable[[], None]:
         """A run on some samples' caches, which it reads and writes in place, with the outputs of the tokens `kept`."""
         caches = {name: cache[samples] for name, cache in self._caches.items()}
-        inputs = {self._step.tokens.name: tokens, self._step.decoding.past: past, **caches}
-        if self._step.decoding.kept is not None:
-            inputs[self._step.decoding.kept] = kept
+        inputs = {self._tokens.name: tokens, self._decoding.past: past, **caches}
+        if self._decoding.kept is not None:
+            inputs[self._decoding.kept] = kept
         following = {f"{name}{NEXT}": cache for name, cache in caches.items()}
         return self._backend.bound(inputs, {**outputs, **following})
 
@@ -416,10 +376,6 @@ def _as_array(name: str, value: Any) -> Array:
         return np.asarray(value)
 
 
-def _fixed(spec: TensorSpec) -> tuple[int, ...]:
-    return tuple(dim for dim in spec.dims[1:] if isinstance(dim, int))
-
-
-def cache_bytes(backend: Stepping, step: StepSpec, batch: int) -> int:
-    """Bytes of the caches of this many samples."""
-    return sum(batch * prod(_fixed(spec)) * backend.dtype_of(spec.name).itemsize for spec in step.decoding.tensors)
+def _fixed(spec: TensorSpec, first: int) -> tuple[int, ...]:
+    """The fixed dims of a tensor from a position on: those of one sample (1), or of one token (2)."""
+    return tuple(dim for dim in spec.dims[first:] if isinstance(dim, int))

@@ -24,14 +24,20 @@ class Rows(NamedTuple):
     Attributes:
         shape: `(samples, heads, slots, size)`.
         dtype: type of the numbers.
-        address: address of the first number on the device.
+        ptr: address of the first number on the device.
         block: the memory, which is not freed before.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    address: int
+    ptr: int
     block: Block
+
+    @classmethod
+    def allocated(cls, gpu: Gpu, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rows:
+        """New memory."""
+        block = gpu.allocate(prod(shape) * dtype.itemsize)
+        return cls(shape, dtype, block.address, block)
 
 
 class DeviceCache:

@@ -28,17 +28,16 @@ def token_by_token(decoder: Decoder, tokens: Tokens) -> Taken:
     """The last :data:`STEPS` tokens one by one, after a prompt of those before; all of them if the sequence is
     shorter."""
     prompt = max(tokens.shape[1] - STEPS, 0)
-    answers = decoder.extend(tokens[:, :prompt]) if prompt else None
+    answers = decoder.extend(tokens[:, :prompt])
     for position in range(prompt, tokens.shape[1]):
         answers = _joined(answers, decoder.extend(tokens[:, position : position + 1]))
-    assert answers is not None
     return answers, decoder
 
 
 def in_pieces(decoder: Decoder, tokens: Tokens) -> Taken:
     """Pieces of growing, odd lengths: 1, 3, 7, 15, … tokens. The outputs for the very last token are those of a fork
     that receives the last piece as a prompt, for which no other outputs are computed."""
-    answers, first, length = None, 0, 1
+    answers, first, length = decoder.extend(tokens[:, :0]), 0, 1
     last: Any = None
     while first < tokens.shape[1]:
         piece = tokens[:, first : first + length]
@@ -46,7 +45,6 @@ def in_pieces(decoder: Decoder, tokens: Tokens) -> Taken:
         if first >= tokens.shape[1]:
             last = decoder.fork().prefill(piece)
         answers = _joined(answers, decoder.extend(piece))
-    assert answers is not None
     for name, samples in answers.items():
         for sample, answer in zip(samples, last[name] if isinstance(last, dict) else last, strict=True):
             sample[-1] = answer
@@ -103,10 +101,8 @@ SCHEDULES: Mapping[str, Callable[[Decoder, Tokens], Taken]] = {
 """Every schedule by its name, as verification reports it."""
 
 
-def _joined(first: Answers | None, second: Answers) -> Answers:
+def _joined(first: Answers, second: Answers) -> Answers:
     """The outputs for some tokens and for those after them."""
-    if first is None:
-        return second
     return {
         name: [np.concatenate(pair) for pair in zip(samples, second[name], strict=True)]
         for name, samples in first.items()

@@ -291,18 +291,6 @@ def every_case(manifest: Manifest) -> list[Case]:
     return [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]
 
 
-def _compared(manifest: Manifest, case: Case) -> list[str]:
-    """The names of the arrays compared in a case: outputs and, if they are stored, caches."""
-    caches = manifest.decoding.tensors if case.caches and manifest.decoding is not None else []
-    return [spec.name for spec in (*manifest.outputs, *caches)]
-
-
-def _in_int8(manifest: Manifest) -> list[TensorSpec]:
-    """The int8 caches, if caches are compared."""
-    compared = manifest.decoding is not None and any(case.caches for case in every_case(manifest))
-    return [s for s in manifest.decoding.tensors if s.dtype == "int8"] if compared and manifest.decoding else []
-
-
 def _check_scale(bundle: Bundle, spec: TensorSpec, stored: Mapping[str, Array]) -> None:
     """Check the scale of an int8 cache.
 
@@ -342,15 +330,17 @@ class References:
             BundleError: a file is missing or altered.
         """
         outputs, manifest = bundle.tensors(REFERENCE_OUTPUTS), bundle.manifest
+        cases, caches = every_case(manifest), manifest.decoding.tensors if manifest.decoding is not None else []
         keys = [
-            reference.key(case, name, which)
-            for case in every_case(manifest)
-            for name in _compared(manifest, case)
+            reference.key(case, spec.name, which)
+            for case in cases
+            for spec in (*manifest.outputs, *(caches if case.caches else ()))
             for which in ("eager", "float64")
         ]
-        keys += [reference.scale_key(spec.name) for spec in _in_int8(manifest)]
+        in_int8 = [spec for spec in caches if spec.dtype == "int8" and any(case.caches for case in cases)]
+        keys += [reference.scale_key(spec.name) for spec in in_int8]
         check_keys(bundle, REFERENCE_OUTPUTS, outputs, keys)
-        for spec in _in_int8(manifest):
+        for spec in in_int8:
             _check_scale(bundle, spec, outputs)
         return cls(stored_inputs(bundle), outputs)
 

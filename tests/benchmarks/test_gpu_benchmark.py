@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -109,7 +110,7 @@ def test_without_a_device_it_says_so_in_one_line(tmp_path: Path) -> None:
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, len(lines), done.stdout) == (command.NO_DEVICE, 1, "")
     assert lines[0].startswith("no CUDA device: nothing was run; ")
-    assert "| torch\n" not in done.stderr, "torch was imported for nothing"
+    assert re.search(r"\| +torch$", done.stderr, re.MULTILINE) is None, "torch was imported for nothing"
     assert not (tmp_path / "out").exists()
 
 
@@ -289,7 +290,7 @@ def test_the_whole_of_it_where_nothing_can_run_on_the_device(tmp_path: Path, mon
     kept = GpuResults(machine={"device": "a device"}, steps={"tests": StepResult(items={"pytest -m gpu": Item()})})
     write(kept, tmp_path)
     with pytest.raises(typer.Exit) as ended:
-        command.main(tmp_path, 100, only=["ceilings"])
+        command.main(tmp_path, 1000, only=["ceilings"])
     results = read(tmp_path)
     assert ended.value.exit_code == 0 and set(results.steps) == {"tests", "ceilings"}
     assert list(results.steps["ceilings"].items) == [

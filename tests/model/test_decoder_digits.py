@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 
 from attnforge.errors import UnavailableError
@@ -168,7 +169,8 @@ def test_training_command_writes_weights_and_tokenizer(
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for file in files:
         monkeypatch.setattr("sys.argv", ["decoder_digits", "--out", str(file), "--epochs", "2"])
-        decoder_digits.main()
+        with pytest.raises(SystemExit, match=r"^0$"):
+            typer.run(decoder_digits.main)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert TOKENIZER is not None and (tmp_path / "a.tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
     printed = capsys.readouterr().out

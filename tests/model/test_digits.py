@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from attnforge.errors import UnavailableError
 from attnforge.model import MODELS, PatchAttentionClassifier, build_model
@@ -57,7 +58,8 @@ def test_training_command_writes_weights_that_load(
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for file in files:
         monkeypatch.setattr("sys.argv", ["digits", "--out", str(file), "--epochs", "1"])
-        digits.main()
+        with pytest.raises(SystemExit, match=r"^0$"):
+            typer.run(digits.main)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert "held-out accuracy 0." in capsys.readouterr().out
     fresh = build_model("patch-attention-digits", weights=files[0]).module.state_dict()

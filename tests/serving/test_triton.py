@@ -323,6 +323,7 @@ def test_trust(copy: Path, tmp_path: Path) -> None:
         assert re.search("SignatureError: .*unsigned/1/bundle has no signature", server.text())
         with client_of(server, "grpc") as client:
             assert asking(client, "grpc", "signed")(small_inputs())["output"].shape == (3, 4, 16)
+    assert "successfully unloaded 'signed'" in server.text(), "a clean stop unloads its models"
 
 
 def test_a_server_that_was_killed_answers_again(bundles: dict[str, Bundle], tmp_path: Path) -> None:

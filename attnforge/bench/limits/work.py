@@ -8,9 +8,11 @@ from math import ceil, prod
 import onnx_ir as ir
 
 from attnforge.bench.limits import Work
+from attnforge.export.decoding.tokens import REDUCTIONS
 from attnforge.export.flops import PRODUCTS, attention_scores, product_flops
+from attnforge.export.graphs.nodes import BY_ELEMENT
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
-from attnforge.export.masks.visibility import Unsized, visibility
+from attnforge.export.masks.visibility import visibility
 from attnforge.export.precision.assign import MOVERS
 
 SOFTMAX = 5
@@ -32,23 +34,18 @@ FREE = MOVERS | {
 }
 """Operators that compute no floating-point numbers."""
 
-REDUCTIONS = frozenset({
-    *("ArgMax", "ArgMin", "AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool"),
-    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"),
-    *("ReduceSum", "ReduceSumSquare", "TopK"),
-})  # fmt: skip
+REDUCING = {
+    *REDUCTIONS, *("ArgMax", "ArgMin", "AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool"),
+    *("LpPool", "MaxPool", "TopK"),
+}  # fmt: skip
+"""Operators that cost an operation per element of their input."""
 
-ELEMENTWISE = frozenset({
-    *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization", "BitShift"),
-    *("BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos"),
-    *("Cosh", "CumProd", "CumSum", "DequantizeLinear", "Div", "Elu", "Equal", "Erf", "Exp", "Floor", "Gelu"),
-    *("Greater", "GreaterOrEqual", "GroupNormalization", "HardSigmoid", "HardSwish", "InstanceNormalization", "IsInf"),
-    *("IsNaN", "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "Log", "LpNormalization", "Max", "Mean"),
-    *("MeanVarianceNormalization", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "QuantizeLinear"),
-    *("RMSNormalization", "Reciprocal", "Relu", "Resize", "RotaryEmbedding", "Round", "Selu", "Shrink", "Sigmoid"),
-    *("Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu"),
-    *("Where", "Xor"),
-})  # fmt: skip
+COMPUTING = BY_ELEMENT | {
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization", "BitShift", "CumProd", "CumSum"),
+    *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization"),
+    *("MeanVarianceNormalization", "RMSNormalization", "Resize", "RotaryEmbedding", "Shrink"),
+}
+"""Operators that cost an operation per element of their result, apart from those that are free."""
 
 
 def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
@@ -123,7 +120,7 @@ def _count(
         raise Unmeasurable(why)
     if op_type in FREE and node.attributes.get_string("reduction", "none") == "none":
         return
-    if op_type in REDUCTIONS | ELEMENTWISE and not any(v in floats for v in (*node.inputs, *node.outputs)):
+    if op_type in REDUCING | COMPUTING and not any(v in floats for v in (*node.inputs, *node.outputs)):
         return
     if op_type == "Attention":
         scores = _needed_scores(node, shares, sizes)
@@ -137,9 +134,9 @@ def _count(
         scores = prod(shape_at(node.outputs[0], sizes))
         work.others += SOFTMAX * scores
         work.exponentials += scores
-    elif op_type in REDUCTIONS:
+    elif op_type in REDUCING:
         work.others += prod(shape_at(node.inputs[0], sizes))
-    elif op_type in ELEMENTWISE:
+    elif op_type in COMPUTING:
         work.others += prod(shape_at(node.outputs[0], sizes))
     else:
         raise Unmeasurable(f"no rule for {op_type}")
@@ -159,7 +156,7 @@ def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[
     if key not in shares:
         try:
             shares[key] = visibility(node).share(sizes)
-        except Unsized:
+        except Unmeasurable:
             return scores
     return batch * heads * round(shares[key] * n_q * n_k)
 

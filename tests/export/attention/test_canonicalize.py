@@ -22,6 +22,7 @@ from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import doubled, run
+from tests.support.idioms.accounts import ConViT, Differential, TotalOverQueries
 from tests.support.idioms.catalogue import DIMS, EXAMPLE, HEAD_DIM, HEADS, WIDTH, Layers, OnHeads, inputs, over_layers
 from tests.support.idioms.on_heads import heads_merged_after
 from tests.support.idioms.together import near, relative_error, session_of
@@ -114,6 +115,16 @@ def test_a_factor_may_have_more_dims_than_what_it_multiplies() -> None:
     for_onnxruntime.lower(captured.model, sites, {})
     with torch.no_grad():
         near(session_of(captured.model).run(None, {"x": x.numpy()}), [module(x).numpy()])
+
+
+@pytest.mark.parametrize("kind", [ConViT, Differential, TotalOverQueries])
+def test_sums_of_softmaxes_are_the_same_function(kind: type[nn.Module]) -> None:
+    module = kind()
+    captured = capture(module, (X,), None, precision_named("fp32"))
+    sites = canonicalize(captured.model).sites
+    for_onnxruntime.lower(captured.model, sites, {})
+    with torch.no_grad():
+        near(session_of(captured.model).run(None, {"x": X.numpy()}), [module(X).numpy()])
 
 
 def two_products(s: Layers, x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from attnforge.export.masks.visibility import Unsized, Visibility
+from attnforge.export.graphs.sizes import Unmeasurable
+from attnforge.export.masks.visibility import Visibility
 from tests.support.mask_idioms import IDIOMS, proved
 
 pytestmark = pytest.mark.xdist_group("mask-idioms")
@@ -43,7 +44,7 @@ def test_share_of_products() -> None:
     assert dynamic["blocks"].share({"n": 10}) == (16 + 16 + 4) / 100
     assert dynamic["bottom-right causal"].share({"n": 1, "m": 7}) == 1.0
     assert dynamic["local and global"].share({"n": 2}) == 1.0
-    with pytest.raises(Unsized, match="n is not known"):
+    with pytest.raises(Unmeasurable, match="n is not known"):
         dynamic["is_causal"].share({"m": 3})
-    with pytest.raises(Unsized, match="sum_1"):
+    with pytest.raises(Unmeasurable, match="sum_1"):
         dynamic["a window of the data"].share(n)

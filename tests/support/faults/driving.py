@@ -36,7 +36,7 @@ class Driven(WholeSequences):
         self._kind = kind
 
     def decoder(self, batch: int) -> Decoder:
-        return self._kind(cast(Stepping, self._backend), self._step, batch)
+        return self._kind(cast(Stepping, self._backend), self._manifest, batch)
 
     def given(self, order: str | None, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Return the outputs, by name, for an order of the tokens; None gives all tokens at once."""
@@ -353,7 +353,7 @@ class ForkWithoutValues(_Forking):
     """A fork copies only keys."""
 
     def spoil(self, copy: Decoder) -> None:
-        for spec in self._step.decoding.caches:
+        for spec in self._decoding.caches:
             copy._caches[spec.value.name][:] = 0
 
 
@@ -372,7 +372,7 @@ class OutputsLost(Decoder):
         self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
     ) -> Callable[[], None]:
         run = super()._bound(tokens, past, kept, outputs, samples)
-        values = [spec.value.name for spec in self._step.decoding.caches]
+        values = [spec.value.name for spec in self._decoding.caches]
 
         def lost() -> None:
             before = {name: self._caches[name][samples].copy() for name in values}
@@ -390,7 +390,7 @@ class CachesExchanged(Decoder):
         self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
     ) -> Callable[[], None]:
         run = super()._bound(tokens, past, kept, outputs, samples)
-        first, *_, last = (spec.key.name for spec in self._step.decoding.caches)
+        first, *_, last = (spec.key.name for spec in self._decoding.caches)
 
         def exchanged() -> None:
             run()

@@ -82,7 +82,31 @@ class ConViT(Heads):
         by_position = self.position(torch.stack([distance, distance.square(), distance.sin()], -1)).permute(2, 0, 1)
         gate = self.gate.sigmoid().view(1, -1, 1, 1)
         weights = (1 - gate) * (q @ k.mT * SCALE).softmax(-1) + gate * by_position.softmax(-1)
-        return self.merged(weights / weights.sum(-1, keepdim=True) @ v)
+        return self.merged(self.normalised(weights) @ v)
+
+    def normalised(self, weights: Tensor) -> Tensor:
+        return weights / weights.sum(-1).unsqueeze(-1)
+
+
+class Differential(Heads):
+    """The difference of two softmaxes, the second times a factor of its head, with each query's own share added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.second = nn.Parameter(torch.rand(HEADS, 1, 1)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x)
+        other = self.second(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+        weights = (q @ k.mT * SCALE).softmax(-1) - self.factor * (other @ k.mT * SCALE).softmax(-1)
+        return self.merged((weights + torch.eye(x.shape[1])) @ v)
+
+
+class TotalOverQueries(ConViT):
+    """A sum of softmaxes, divided by its total over the queries."""
+
+    def normalised(self, weights: Tensor) -> Tensor:
+        return weights / weights.sum(-2).unsqueeze(-2)
 
 
 class Bahdanau(nn.Module):
@@ -394,7 +418,9 @@ FORM, GATE, WITHOUT_EFFECT = "", "its axis is one of weights", "computes the out
 ACCOUNTS: dict[type[nn.Module], tuple[list[str], list[str]]] = {
     CaiT: (["MatMul mixes the attention weights", FORM], []),
     TalkingByConvolution: (["weights go through Conv"], []),
-    ConViT: (["weights go through Add"], [WITHOUT_EFFECT]),
+    ConViT: ([FORM], [WITHOUT_EFFECT]),
+    Differential: ([FORM] * 2, []),
+    TotalOverQueries: (["weights go through Add"], [WITHOUT_EFFECT]),
     Bahdanau: (["additive score"], []),
     BahdanauWithWeights: (["an output of the model"], []),
     BahdanauOverSteps: (["an output of the model"], []),

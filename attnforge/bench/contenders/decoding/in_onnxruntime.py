@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from attnforge.bundle import CANONICAL, NEXT
 from attnforge.errors import UnavailableError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.diagnosis.stages import sites_of
-from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, typed
+from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, resized, up_to
+from attnforge.export.graphs.nodes import input_of, inputs_of
 from attnforge.export.graphs.saving import SHELVED, load_graph, save
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.forms import write
@@ -86,35 +88,26 @@ def by_concatenation(model: ir.Model) -> None:
     `(batch, heads, past tokens, size)`, the output has the new tokens appended. All samples have the same length."""
     graph = model.graph
     for node in [node for node in graph if node.op_type == "TensorScatter"]:
-        cache, new, _ = node.inputs
-        assert cache is not None and new is not None and cache.dtype is not None
-        dims = dims_of(cache)
-        cache.shape = ir.Shape([*dims[:2], ir.SymbolicDim(PAST_TOKENS), dims[3]])
+        cache, new, _ = inputs_of(node)
+        resized(cache, cache, 2, ir.SymbolicDim(PAST_TOKENS))
 
         def build(op: Builder, cache: ir.Value = cache, new: ir.Value = new) -> ir.Value:
             return op.Concat(cache, new, axis=2)
 
         longer, old = insert(graph, node, build), node.outputs[0]
         replace_value(old, longer)
-        assert old.dtype is not None
-        typed(longer, old.dtype, [*dims_of(cache)[:2], ir.SymbolicDim(TOTAL_TOKENS), dims[3]])
+        resized(longer, cache, 2, ir.SymbolicDim(TOTAL_TOKENS))
     masks: dict[ir.Value, ir.Value] = {}
     for node in [node for node in graph if node.op_type == "Attention"]:
-        key, mask = node.inputs[1], node.inputs[3]
-        assert key is not None and mask is not None
+        key, mask = input_of(node, 1), input_of(node, 3)
         if mask not in masks:  # the mask covers the whole capacity of the bundle's caches; these have only filled slots
-            masks[mask] = _of_filled(graph, node, mask, key)
+            masks[mask] = insert(graph, node, partial(_of_filled, mask=mask, key=key), stem=f"{mask.name}/filled")
         node.replace_input_with(3, masks[mask])
     RemoveUnusedNodesPass()(model)
 
 
-def _of_filled(graph: ir.Graph, node: ir.Node, mask: ir.Value, key: ir.Value) -> ir.Value:
-    def build(op: Builder) -> ir.Value:
-        part = op.Slice(mask, constant(op, [0]), op.Shape(key, start=2, end=3), constant(op, [3]))
-        assert mask.dtype is not None
-        return typed(part, mask.dtype, [*dims_of(mask)[:3], ir.SymbolicDim(TOTAL_TOKENS)])
-
-    return insert(graph, node, build, stem=f"{mask.name}/filled")
+def _of_filled(op: Builder, mask: ir.Value, key: ir.Value) -> ir.Value:
+    return up_to(op, mask, 3, op.Shape(key, start=2, end=3), ir.SymbolicDim(TOTAL_TOKENS))
 
 
 def as_products(model: ir.Model) -> None:
@@ -129,12 +122,10 @@ def as_products(model: ir.Model) -> None:
     for node in [node for node in graph if node.op_type == "Attention"]:
         if node.attributes.get_float("softcap", 0.0):
             raise UnavailableError("its scores have a soft cap, which this form of attention does not support")
-        query, mask = node.inputs[0], node.inputs[3]
-        assert query is not None and mask is not None
+        mask = input_of(node, 3)
         if mask not in biases:
-            biases[mask] = insert(graph, node, lambda op, m=mask: _bias(op, m), stem=f"{mask.name}/bias")  # type: ignore[misc]
-        bias = biases[mask]
-        result = insert(graph, node, lambda op, n=node, b=bias: _products(op, n, b), stem=f"{node.name}/products")  # type: ignore[misc]
+            biases[mask] = insert(graph, node, partial(_bias, mask=mask), stem=f"{mask.name}/bias")
+        result = insert(graph, node, partial(_products, node=node, bias=biases[mask]), stem=f"{node.name}/products")
         replace_value(node.outputs[0], result)
     RemoveUnusedNodesPass()(model)
 
@@ -149,8 +140,7 @@ def _bias(op: Builder, mask: ir.Value) -> ir.Value:
 
 
 def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
-    query, key, value = (operand for operand in node.inputs[:3])
-    assert query is not None and key is not None and value is not None and query.shape is not None
+    query, key, value = inputs_of(node)[:3]
     heads, groups, size = _heads(node)
     scale = node.attributes.get_float("scale", 1 / math.sqrt(size))
     assert scale is not None
@@ -170,9 +160,7 @@ def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
 
 def _heads(node: ir.Node) -> tuple[int, int, int]:
     """Return the number of query heads, how many of them share a key head, and the head size."""
-    query, key = node.inputs[:2]
-    assert query is not None and key is not None and query.shape is not None and key.shape is not None
-    heads, key_heads, size = query.shape[1], key.shape[1], query.shape[3]
+    (_, heads, _, size), (_, key_heads, *_) = (dims_of(operand) for operand in inputs_of(node)[:2])
     if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(size, int)):
         raise UnavailableError(f"the number of heads of {node.name} is unknown")
     return heads, heads // key_heads, size
