@@ -20,8 +20,8 @@ from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
 from attnforge.export.attention.operators import is_standard, standard
 from attnforge.export.attention.other_softmaxes import why_no_attention
-from attnforge.export.attention.softmax import restore_softmax
-from attnforge.export.attention.unrecognised import unrecognised
+from attnforge.export.attention.softmax import by_hand, restore_softmax
+from attnforge.export.attention.unrecognised import COMPUTES, unrecognised
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, WeightSteps, walk_to_outputs
 from attnforge.export.graphs.attention import NotAttention
@@ -92,8 +92,7 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
         elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
-    for first, path, reason in unrecognised(model.graph):
-        sites.append(Site(_unused_name(first, sites), "·".join(path), reason=reason))
+    sites += _without_softmax(model.graph, sites)
     for module in lost:
         sites.append(Site(_numbered(module, (site.name for site in sites)), "Softmax", reason=LOST))
     for module in without_effect:
@@ -101,6 +100,22 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
     nodes = {node.name: node for node in model.graph}
     sites = [site if site.node is None else replace(site, form=described(nodes[site.node])) for site in sites]
     return Canonical(model, modified, sites, others)
+
+
+def _without_softmax(graph: ir.Graph, sites: Sequence[Site]) -> list[Site]:
+    """The sites whose weights no Softmax computes, named apart from the others."""
+    found: list[Site] = []
+    of_sites: set[ir.Node] = set()
+    for path, reason in unrecognised(graph):
+        of_sites.update(path)
+        written_as = "·".join(node.op_type for node in path)
+        found.append(Site(_unused_name(path[0], [*sites, *found]), written_as, reason=reason))
+    computed = dependent_on_inputs(graph)
+    for node in graph:
+        scores = None if node in of_sites else by_hand(node)
+        if scores is not None and why_no_attention(node, *scores, computed, is_site=False) is None:
+            found.append(Site(_unused_name(node, [*sites, *found]), "Exp·Div", reason=COMPUTES.format("Exp")))
+    return found
 
 
 def _nodes(model: ir.Model) -> list[tuple[ir.Node, str | None, int]]:
@@ -147,7 +162,8 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
     if any(site.node is not None for site in sites):
         return sites
     is_site = both_computed(scores) or not isinstance(outputs, Ended)
-    return why_no_attention(node, dependent_on_inputs(graph), is_site) or sites
+    axis = node.attributes.get_int("axis", -1)
+    return why_no_attention(node, source, axis, dependent_on_inputs(graph), is_site) or sites
 
 
 def _written(site: Site, write: Callable[[str], None]) -> Site:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import onnx_ir as ir
 
 from attnforge.export.attention.contraction import contraction_of, is_product
 from attnforge.export.attention.layout import Layout, before_view, is_view
-from attnforge.export.attention.unrecognised import products_after, sums
+from attnforge.export.attention.unrecognised import COLUMNS, products_after
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import input_of, is_op
 from attnforge.export.graphs.sizes import LayoutError, sizes_of
 
 
-def why_no_attention(softmax: ir.Node, computed: set[ir.Value], is_site: bool) -> str | None:
+def why_no_attention(node: ir.Node, source: ir.Value, axis: int, computed: set[ir.Value], is_site: bool) -> str | None:
     """Return why a softmax that has no canonical form is no attention; None if it is attention.
 
     Attention weights values: the softmax, or what is computed from it by element, meets another computed tensor in a
@@ -22,23 +20,23 @@ def why_no_attention(softmax: ir.Node, computed: set[ir.Value], is_site: bool) -
     the softmax and of the values.
 
     Args:
-        softmax: the softmax.
+        node: the softmax, or the last node of one that is written by hand.
+        source: its scores.
+        axis: the axis that it runs over.
         computed: the values that depend on the graph's inputs.
         is_site: whether a walk from it arrived at queries and keys, or at values.
     """
-    source = input_of(softmax)
     if source not in computed:
         return "it does not depend on the inputs"
-    sizes = sizes_of(source)
-    axis = softmax.attributes.get_int("axis", -1) % len(sizes)
+    axis %= len(sizes_of(source))
     is_gate = _is_of_weights(source, axis, computed)
-    products = products_after(softmax, Counter([sizes[axis]]), computed)
-    found = next(((path[-1], sides) for path, sides in products if sums(path[-1], sizes)), None)
+    found = next(products_after(node, [axis], computed), None)
     if found is not None:
-        product, sides = found
+        (*_, product), sides, is_chosen = found
         summed = contraction_of(product).summed
         dims = [(side.value, i) for side in sides for i, label in enumerate(side.labels) if label in summed]
-        is_gate &= bool(dims) and all(_is_of_weights(value, i, computed, joined=True) for value, i in dims)
+        of_weights = dims and all(_is_of_weights(value, i, computed, joined=True) for value, i in dims)
+        is_gate &= is_chosen or bool(of_weights)  # the best of some experts are experts
     if is_gate:
         return "its axis is one of weights, such as the classes of a classifier, or the experts or channels of a gate"
     return None if is_site or found is not None else "it weights no values that depend on the inputs"
@@ -66,10 +64,6 @@ def _is_of_weights(value: ir.Value, axis: int, computed: set[ir.Value], *, joine
     return True
 
 
-_COLUMNS = {"MatMul": -1, "Gemm": -1, "Conv": 1}
-"""The dim of a product that comes from its second operand alone."""
-
-
 def _before(node: ir.Node, axis: int, computed: set[ir.Value]) -> list[tuple[ir.Value, int]]:
     """The dims of a node's inputs from which a dim of its result comes; empty if that is not known, or if it multiplies
     two computed tensors."""
@@ -79,7 +73,7 @@ def _before(node: ir.Node, axis: int, computed: set[ir.Value]) -> list[tuple[ir.
         after = Layout.fresh(result)
         before, wanted = before_view(node, after), set(after.dims[axis])
         return [(source, i) for i, dim in enumerate(before.dims) if not wanted.isdisjoint(dim)]
-    if is_op(node, *_COLUMNS) and axis == _COLUMNS[node.op_type] % len(sizes):
+    if is_op(node, *COLUMNS) and axis == COLUMNS[node.op_type] % len(sizes):
         weights = input_of(node, 1)
         return [] if weights in computed else [(weights, axis)]
     if is_product(node):

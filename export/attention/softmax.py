@@ -89,9 +89,9 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
 def _summed(exp: ir.Node | None, total: ir.Node | None) -> tuple[ir.Value, int] | None:
     """The exponents of the exponentials that `exp` computes, and the axis along which `total` sums them; None if they
     are no such nodes."""
+    total, axis = _sum_over(total)
     if not is_op(exp, "Exp") or not is_op(total, "ReduceSum") or _maker(total.inputs[0]) is not exp:
         return None
-    axis = one_axis(total)
     return (input_of(exp), axis) if axis is not None else None
 
 
@@ -141,6 +141,34 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
     return (source, axis) if source is not None and axis == rank_of(source) - 1 > 0 else None
 
 
+def by_hand(div: ir.Node) -> tuple[ir.Value, int] | None:
+    """The scores and axis of exponentials, some of which may be masked, that a Div divides by their own sum, or by a
+    little more; None if it does not."""
+    if not is_op(div, "Div"):
+        return None
+    weights, total = before_casts(div.inputs[0]), _maker(div.inputs[1])
+    if is_op(total, "Add", "Clip", "Max"):
+        total = next((maker for x in total.inputs if is_op(maker := _maker(x), "ReduceSum", "Unsqueeze")), None)
+    total, axis = _sum_over(total)
+    if not is_op(total, "ReduceSum") or axis is None or before_casts(total.inputs[0]) is not weights:
+        return None
+    maker = _maker(weights)
+    makers = [maker, *(_maker(x) for x in maker.inputs if is_op(maker, "Mul", "Where"))] if maker else []
+    exp = next((node for node in makers if is_op(node, "Exp")), None)
+    return None if exp is None or input_of(exp).shape is None else (input_of(exp), axis)
+
+
+def _sum_over(node: ir.Node | None) -> tuple[ir.Node | None, int | None]:
+    """A sum over one axis, whose dim it keeps or an Unsqueeze restores, and the axis."""
+    if not is_op(node, "Unsqueeze"):
+        return node, one_axis(node) if is_op(node, "ReduceSum") else None
+    total, restored = _maker(node.inputs[0]), constant_of(optional_input(node, 1))
+    if not is_op(total, "ReduceSum") or restored is None or restored.size != 1:
+        return None, None
+    axis, rank = one_axis(total, keepdims=0), len(node.outputs[0].shape or ())
+    return total, axis if rank and axis == int(restored.item()) % rank else None
+
+
 def before_casts(value: ir.Value | None) -> ir.Value | None:
     """`value` before casts between floating-point types, which the exporter adds around sums of 16-bit numbers."""
     while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
@@ -156,10 +184,10 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
     return maker_of(before_casts(value))
 
 
-def one_axis(node: ir.Node) -> int | None:
-    """The axis of a reduction over one axis with `keepdims`; None for other reductions."""
+def one_axis(node: ir.Node, keepdims: int = 1) -> int | None:
+    """The axis of a reduction over one axis with this `keepdims`; None for other reductions."""
     axes, source = constant_of(optional_input(node, 1)), node.inputs[0]
-    if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != 1:
+    if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != keepdims:
         return None
     if source is None or source.shape is None:
         return None

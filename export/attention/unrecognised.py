@@ -7,15 +7,15 @@ of them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
 from attnforge.export.attention.contraction import Side, contraction_of, is_product
+from attnforge.export.attention.layout import Layout, after_view, is_view
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs, is_op
-from attnforge.export.graphs.sizes import ONE, LayoutError, Size, sizes_of
+from attnforge.export.graphs.sizes import ONE, LayoutError, sizes_of
 
 _LINEAR = VIEWS | {
     "Add", "BatchNormalization", "Cast", "Concat", "Conv", "Div", "Dropout", "Einsum", "Expand", "Gather", "Gemm",
@@ -24,7 +24,19 @@ _LINEAR = VIEWS | {
 """Operators without which weights would be a linear function of the scores."""
 
 
-def unrecognised(graph: ir.Graph) -> Iterator[tuple[ir.Node, list[str], str]]:
+_CHOOSE = ("Compress", "Gather", "GatherElements", "Slice", "Split", "TopK")
+"""Operators that return a part of a dim, or choose some of it."""
+
+COMPUTES = "{} computes the weights; fused attention kernels compute a softmax"
+
+COLUMNS = {"MatMul": -1, "Gemm": -1, "Conv": 1}
+"""The dim of a product that comes from its second operand alone."""
+
+Origins = list[set[int]]
+"""For each dim of a value, the dims of the first value of a walk that it comes from."""
+
+
+def unrecognised(graph: ir.Graph) -> Iterator[tuple[tuple[ir.Node, ...], str]]:
     """Find the attention of a graph that has no canonical form and no softmax: two products with a nonlinearity between
     them.
 
@@ -32,18 +44,16 @@ def unrecognised(graph: ir.Graph) -> Iterator[tuple[ir.Node, list[str], str]]:
         graph: a graph whose other attention is canonical.
 
     Yields:
-        the product of queries and keys, the operators from it to the second product, and why this has no canonical
-        form.
+        the nodes from the product of queries and keys to the second product, and why this has no canonical form.
     """
     computed = dependent_on_inputs(graph)
     for node in graph:
         if not is_product(node) or not _both_in(node, computed) or (pairs := _pairs_of(node)) is None:
             continue
-        for path, _ in products_after(node, pairs, computed):
+        for path, _, is_chosen in products_after(node, pairs, computed):
             nonlinear = [other.op_type for other in path[1:-1] if other.op_type not in _LINEAR]
-            if nonlinear and sums(path[-1], pairs):
-                reason = f"{nonlinear[0]} computes the weights; fused attention kernels compute a softmax"
-                yield node, [other.op_type for other in path], reason
+            if nonlinear and not is_chosen:
+                yield path, COMPUTES.format(nonlinear[0])
                 break
 
 
@@ -54,58 +64,98 @@ def _both_in(product: ir.Node, computed: set[ir.Value]) -> bool:
         return False
 
 
-def _pairs_of(product: ir.Node) -> Counter[Size] | None:
-    """The sizes of the two dims that each come from one operand of a product alone, a query's and a key's; None if it
-    has no two."""
+def _pairs_of(product: ir.Node) -> set[int] | None:
+    """The two dims of a product that each come from one operand alone, a query's and a key's; None if it has no two."""
     contraction = contraction_of(product)
     left, right = ({label for label in side.labels if label is not None} for side in contraction.sides)
-    sizes = dict(zip(contraction.output, sizes_of(product.outputs[0]), strict=True))
+    sizes = sizes_of(product.outputs[0])
     own = [
-        [size for label, size in sizes.items() if label in mine - other]
+        [i for i, label in enumerate(contraction.output) if label in mine - other]
         for mine, other in ((left, right), (right, left))
     ]
-    if not all(own) or ONE in (pairs := Counter((own[0][-1], own[1][-1]))):
+    if not all(own):
         return None
-    return pairs
+    pairs = {dims[-1] for dims in own}
+    return None if ONE in [sizes[i] for i in pairs] else pairs
 
 
 def products_after(
-    first: ir.Node, kept: Counter[Size], computed: set[ir.Value]
-) -> Iterator[tuple[tuple[ir.Node, ...], list[Side]]]:
-    """Walk forward from a node while values keep dims of some sizes, up to softmaxes and products of two computed
-    tensors.
+    first: ir.Node, kept: Collection[int], computed: set[ir.Value]
+) -> Iterator[tuple[tuple[ir.Node, ...], list[Side], bool]]:
+    """Walk forward from a node while values have some of its dims, whole or in parts, up to softmaxes and products of
+    two computed tensors.
 
     Args:
         first: the node.
-        kept: the sizes.
+        kept: the dims, of which a product sums over one, or over another of the node's.
         computed: the values that depend on the graph's inputs.
 
     Yields:
-        the nodes from the first to a product, and the side of the product that the walk did not come from.
+        the nodes from the first to a product, the sides of the product that the walk did not come from, and whether the
+        way to it takes a part of a dim, or chooses some of it.
     """
-    start: tuple[ir.Value, tuple[ir.Node, ...]] = first.outputs[0], (first,)
-    pending, seen = [start], {first.outputs[0]}
+    if first.outputs[0].shape is None:
+        return
+    origins: dict[ir.Value, Origins] = {first.outputs[0]: [{i} for i in range(len(first.outputs[0].shape))]}
+    pending: list[tuple[ir.Value, tuple[ir.Node, ...], bool]] = [(first.outputs[0], (first,), False)]
     while pending:
-        value, path = pending.pop(0)
+        value, path, is_chosen = pending.pop(0)
         for user in dict.fromkeys(use.node for use in value.uses()):
             if is_op(user, "Softmax"):
                 continue
             if is_product(user) and _both_in(user, computed):
-                yield (*path, user), [side for side in contraction_of(user).sides if side.value not in seen]
+                if _sums(user, origins):
+                    sides = contraction_of(user).sides
+                    yield (*path, user), [side for side in sides if side.value not in origins], is_chosen
                 continue
             for output in user.outputs:
-                if output not in seen and _keeps(output, kept):
-                    seen.add(output)
-                    pending.append((output, (*path, user)))
+                after = None if output in origins else _origins_after(user, value, origins[value], output)
+                if after is not None and set(kept) <= set().union(*after):
+                    origins[output] = after
+                    chosen = is_chosen or (user.op_type in _CHOOSE and sizes_of(output) != sizes_of(value))
+                    pending.append((output, (*path, user), chosen))
 
 
-def _keeps(value: ir.Value, pairs: Counter[Size]) -> bool:
+def _sums(product: ir.Node, origins: Mapping[ir.Value, Origins]) -> bool:
+    """Whether a product sums over a dim with an origin."""
+    contraction = contraction_of(product)
+    return any(
+        label in contraction.summed and of_dim
+        for side in contraction.sides
+        for label, of_dim in zip(side.labels, origins.get(side.value, ()), strict=False)
+    )
+
+
+def _origins_after(node: ir.Node, value: ir.Value, origins: Origins, output: ir.Value) -> Origins | None:
+    """The origins of the dims of a node's output, given those of an input; None if the sizes are not known, or the
+    output is of integers."""
+    if output.dtype is not None and output.dtype.is_integer():
+        return None
     try:
-        return pairs <= Counter(sizes_of(value))
+        before, sizes = sizes_of(value), sizes_of(output)
+        if is_view(node):
+            layout = Layout.fresh(value)
+            after = after_view(node, layout)
+            dims = [*zip(layout.dims, origins, strict=True)]
+            return [set().union(*(of for dim, of in dims if not set(dim).isdisjoint(new))) for new in after.dims]
     except LayoutError:
-        return False
-
-
-def sums(product: ir.Node, sizes: Collection[Size]) -> bool:
-    """Whether a product sums over a dim of one of the sizes."""
-    return any(size in sizes for size in contraction_of(product).summed.values())
+        return None
+    result: Origins = [set() for _ in sizes]
+    moved, lost = [], set[int]()
+    for i, of_dim in enumerate(origins):  # most dims stay where they are, counted from the last
+        place = i + len(sizes) - len(before)
+        stays = place >= 0 and (sizes[place] == before[i] or (node.op_type in _CHOOSE and len(sizes) == len(before)))
+        if stays:
+            result[place] = of_dim
+        elif of_dim:
+            moved.append((before[i], of_dim))
+    for size, of_dim in moved:
+        free = (j for j, other in enumerate(sizes) if other == size and not result[j])
+        if (place := next(free, -1)) >= 0:
+            result[place] = of_dim
+        else:  # summed over, say, and so are the other parts of the same dims
+            lost |= of_dim
+    result = [of_dim - lost for of_dim in result]
+    if node.op_type in COLUMNS and len(sizes) == len(before):
+        result[COLUMNS[node.op_type] if value is node.inputs[0] else -2] = set()
+    return result

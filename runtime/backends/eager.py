@@ -28,6 +28,9 @@ from attnforge.runtime.options import Memory
 
 PACKAGES, OURS = Path(torch.__file__).parents[1], Path(__file__).parents[2]
 
+_DETECTS = "_detect_is_causal_mask"
+"""What torch.nn's encoder and decoder call to see whether a mask is causal; private to torch."""
+
 NOT_OF_MODULES = {
     *(PACKAGES / name for name in ("torch", "onnxscript", "onnx_ir", "sympy")), *(OURS / "export", OURS / "runtime"),
 }  # fmt: skip
@@ -175,14 +178,20 @@ def raised_at(error: BaseException) -> str:
 def as_written() -> Iterator[None]:
     """Make torch.nn's own modules compute as their code says, which is what torch exports, for a block.
 
-    Their fused fast path differs for a fully masked row: it gives zeros where their code gives NaN.
+    Their fused fast path differs for a fully masked row: it gives zeros where their code gives NaN. And their encoder
+    and decoder compare a mask with a causal one, on whose answer no program can branch: they apply the mask as it is.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
+    transformers: Any = nn.modules.transformer
+    before = torch.backends.mha.get_fastpath_enabled(), getattr(transformers, _DETECTS, None)
     torch.backends.mha.set_fastpath_enabled(False)
+    if before[1] is not None:
+        setattr(transformers, _DETECTS, lambda mask, is_causal=None, size=None: is_causal is True)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(before[0])
+        if before[1] is not None:
+            setattr(transformers, _DETECTS, before[1])
 
 
 @contextmanager

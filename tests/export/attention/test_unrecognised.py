@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,43 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.errors import UnfusedError
+from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.sources.torch_module import capture
 from attnforge.export.targets.registry import why_not_buildable
+from attnforge.precision import precision_named
 
 WIDTH, HEADS = 32, 4
+
+
+class ByHand(nn.Module):
+    """Attention, and the mean of its tokens weighted by exponentials that are divided by a little more than their
+    sum."""
+
+    def __init__(self, sum_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend, self.score = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), nn.Linear(WIDTH, 1)
+        self.sum_of = sum_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.attend(x, x, x, need_weights=False)
+        weights = torch.exp(torch.tanh(self.score(x))) * (x[..., :1] > -1)
+        return (weights / self.sum_of(weights) * x).sum(1)
+
+
+@pytest.mark.parametrize(
+    "sum_of",
+    [
+        lambda weights: weights.sum(1, keepdim=True) + 1e-7,
+        lambda weights: weights.sum(1).unsqueeze(1),
+        lambda weights: weights.sum(1, keepdim=True).clamp(min=1e-9),
+    ],
+)
+def test_softmaxes_written_by_hand(sum_of: Callable[[Tensor], Tensor]) -> None:
+    shapes = {"x": {0: Dim("batch", max=4), 1: Dim("tokens", max=64)}}
+    captured = capture(ByHand(sum_of).eval(), (torch.randn(2, 9, WIDTH),), shapes, precision_named("fp32"))
+    fused, by_hand = canonicalize(captured.model).sites
+    assert fused.reason is None
+    assert by_hand.reason is not None and by_hand.reason.startswith("Exp computes the weights")
 
 
 class BySigmoid(nn.Module):

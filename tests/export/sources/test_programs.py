@@ -129,6 +129,24 @@ def test_branches_on_data_are_refused() -> None:
         capture(Conditional(), (torch.randn(2, 5, 8),), None, precision_named("fp32"))
 
 
+class Translation(nn.Module):
+    """torch.nn's encoder and decoder, which look into a mask to see whether it is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        banned = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2)
+        return (self.model(x, x.flip(1), src_mask=banned, tgt_mask=causal),)
+
+
+def test_masks_of_torch_transformers_are_not_branched_on() -> None:
+    check(Translation(), rtol=1e-5, atol=1e-6)
+    assert nn.modules.transformer._detect_is_causal_mask(nn.Transformer.generate_square_subsequent_mask(3))
+
+
 class Several(nn.Module):
     def __init__(self, results: Any) -> None:
         super().__init__()

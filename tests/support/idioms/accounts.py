@@ -225,6 +225,34 @@ class MaskedExperts(Mixture):
         return (gates.unsqueeze(-2) @ self.outputs(x)).squeeze(-2)
 
 
+class Deformable(nn.Module):
+    """Deformable attention: queries weight a few points at which they sample the values, at two resolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.weights = nn.Linear(WIDTH, HEADS * 2 * 3 * 2), nn.Linear(WIDTH, HEADS * 2 * 3)
+
+    def forward(self, x: Tensor) -> Any:
+        places = self.places(x).tanh().unflatten(-1, (HEADS, 2, 3, 2)).transpose(1, 2).flatten(0, 1)
+        weights = self.weights(x).unflatten(-1, (HEADS, 6)).softmax(-1).unflatten(-1, (2, 3))
+        weights = weights.transpose(1, 2).reshape(-1, 1, x.shape[1], 6)
+        values = x.reshape(*x.shape[:2], HEADS, HEAD_DIM).permute(0, 2, 3, 1).reshape(-1, HEAD_DIM, 1, x.shape[1])
+        levels = enumerate((values, values[..., ::2]))
+        sampled = [F.grid_sample(level, places[:, :, i], align_corners=False) for i, level in levels]
+        attended: Any = (torch.stack(sampled, -2).flatten(-2) * weights).sum(-1)
+        return attended.unflatten(0, (-1, HEADS)).flatten(1, 2).mT
+
+
+class BlockSparse(Heads):
+    """BigBird's blocks: scores of blocks of keys are joined, and each part of the weights meets its values."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x)
+        scores = torch.cat([q @ part.mT for part in k[:, :, :6].split(2, 2)], -1) * SCALE
+        weights = scores.softmax(-1).split(2, -1)
+        return self.merged(sum(part @ values for part, values in zip(weights, v[:, :, :6].split(2, 2), strict=True)))
+
+
 class SelectiveKernel(nn.Module):
     """SKNet: a softmax over two branches, by channel."""
 
@@ -405,6 +433,8 @@ ACCOUNTS: dict[type[nn.Module], tuple[list[str], list[str]]] = {
     MixtureBySum: ([FORM], []),
     BestExperts: ([], [GATE]),
     MaskedExperts: ([], [GATE]),
+    Deformable: (["neither side of Add is an inner product"], []),
+    BlockSparse: (["in more than two parts"], []),
     SelectiveKernel: ([], [GATE]),
     SqueezeAndExcite: ([], []),
     ChannelSoftmax: ([], [GATE]),
