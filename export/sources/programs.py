@@ -102,7 +102,11 @@ def decomposed(
     Raises:
         ValueError: see :func:`_is_projected`.
     """
-    known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
+    for node in reversed(program.graph.nodes):
+        if node.target in ASSERTIONS:  # what computes their conditions may have no ONNX function
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    known = {functions[0].fx_target for functions in registry.functions.values()}
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(map(_is_projected, nodes)):
         registry.functions.pop("aten::lstm.input")

@@ -147,6 +147,20 @@ def test_masks_of_torch_transformers_are_not_branched_on() -> None:
     assert nn.modules.transformer._detect_is_causal_mask(nn.Transformer.generate_square_subsequent_mask(3))
 
 
+class Checked(nn.Module):
+    """Data are checked, as transformers' models check that images and their tokens match."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        torch._check_tensor_all(x.isfinite())
+        torch._check(x.shape[0] > 0)
+        return (x + 1,)
+
+
+def test_checks_of_data_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", refuse)
+    check(Checked())
+
+
 class Several(nn.Module):
     def __init__(self, results: Any) -> None:
         super().__init__()
