@@ -82,7 +82,17 @@ def write_reference(
     largest_first = sorted(cases, key=lambda case: case.name != reference.LARGEST)
     for case in largest_first:  # it needs its memory before results accumulate
         steps.begin(case.name, cost(case.sizes))
-        if (results := evaluator.results(case)) is None:
+        try:
+            results = evaluator.results(case)
+        except CaptureError as error:
+            evaluator.results(cases[0])  # raises where the module does not run on the example either
+            if case.kind == "data":
+                raise
+            raise CaptureError(
+                f"{error}; the inputs of case {case.name} are random, and a model must accept all of its dtypes "
+                "and sizes: leave checks of data out of forward"
+            ) from error
+        if results is None:
             cases.remove(case)
             continue
         inputs, eager, exact = results
