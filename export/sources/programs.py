@@ -10,6 +10,7 @@ timesteps and positions multiply such a constant by a thousand and take the sine
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -142,7 +143,23 @@ def _other_name(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | Non
         size = node.meta["val"][0].shape[dim]
         if isinstance(size, int) and size > 0:  # ONNX Runtime divides by the size
             return aten.split.Tensor, (node.args[0], size, dim), {}
+    if target == aten.diff.default:
+        return _difference(node)
     return (SAME[target], node.args, node.kwargs) if target in SAME else None
+
+
+def _difference(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The differences of neighbours, which have no ONNX function, as a subtraction, whose operands are inserted. Every
+    decoder of transformers looks for packed sequences with them."""
+    given: dict[str, Any] = dict(zip(("x", "n", "dim", "prepend", "append"), node.args, strict=False)) | node.kwargs
+    if given.get("n", 1) != 1 or node.meta["val"].dtype == torch.bool:
+        return None
+    dim = given.get("dim", -1)
+    parts = [part for part in (given.get("prepend"), node.args[0], given.get("append")) if part is not None]
+    with node.graph.inserting_before(node):
+        joined = _call(node, aten.cat.default, parts, dim) if len(parts) > 1 else parts[0]
+        ends = (1, sys.maxsize), (0, -1)
+        return aten.sub.Tensor, tuple(_call(node, aten.slice.Tensor, joined, dim, *end) for end in ends), {}
 
 
 def _in_pairs(node: Node) -> Node | None:

@@ -23,7 +23,7 @@ SHAPES = {"x": {0: Dim("batch", max=4), 1: Dim("tokens", min=2, max=64)}}
 
 
 class Renamed(nn.Module):
-    """Operators that are others under another name, and one whose result is not used."""
+    """Operators that are others under another name, differences of neighbours, and one whose result is not used."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         unused = x.softmax(-1)
@@ -34,8 +34,9 @@ class Renamed(nn.Module):
         (whole,) = torch.chunk(x, chunks=1, dim=2)
         turned = (1.5 - torch.arange(5)).T, torch.rsub(seen.long(), 2.5), torch.rsub(x, 1, alpha=2).flatten(1).T
         casts = seen.mT.to(torch.int64), high.to(torch.float64).to("cpu"), unused[:0].to(x)
+        steps = x.diff(dim=1), seen.long().diff(prepend=seen[..., :1].long() - 1), x.diff(1, 0, append=x[:2])
         mixed = x.shape[1] * 0.5 - seen.long(), x.shape[1] - x
-        return low.mT, *casts, *fewer, whole, *turned, *mixed
+        return low.mT, *casts, *fewer, whole, *turned, *steps, *mixed
 
 
 class Promoted(nn.Module):
