@@ -152,8 +152,8 @@ class Checked(nn.Module):
     """Data are checked, as transformers' models check that images and their tokens match."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        torch._check_tensor_all(x.isfinite())
-        torch._check(x.shape[0] > 0)
+        torch._check_tensor_all(x.isfinite())  # type: ignore[no-untyped-call]
+        torch._check(x.shape[0] > 0)  # type: ignore[no-untyped-call]
         return (x + 1,)
 
 
