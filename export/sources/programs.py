@@ -103,12 +103,11 @@ def decomposed(
     Raises:
         ValueError: see :func:`_is_projected`.
     """
-    for node in reversed(program.graph.nodes):
-        if node.target in ASSERTIONS:  # what computes their conditions may have no ONNX function
-            program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()
-    known = {functions[0].fx_target for functions in registry.functions.values()}
+    known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        if node.target == aten._is_all_true.default:  # in a condition, which torch does not decompose
+            node.target = aten.all.default
     if any(map(_is_projected, nodes)):
         registry.functions.pop("aten::lstm.input")
         return decompose(program, registry)
