@@ -40,6 +40,11 @@ class Precision:
         return self.bits is not None
 
     @property
+    def may_flush(self) -> bool:
+        """Whether products may take denormal numbers for zeros: in bf16, AVX512-BF16 and AMX do so in every library."""
+        return self.name == "bf16"
+
+    @property
     def largest(self) -> float:
         """The largest finite number."""
         return float(ml_dtypes.finfo(self.dtype).max)  # type: ignore[no-untyped-call]

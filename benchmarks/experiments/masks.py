@@ -38,8 +38,8 @@ WINDOW = 256
 IN_TORCH = ("eager", "torch-compile", "flex-attention")
 """Peers that run 16,384 tokens; others would materialise all scores, 8 GiB, several times."""
 
-WITHOUT_SCORES = ("onnxruntime-cpu",)
-"""The bundle's backend that runs 16,384 tokens."""
+GROWING = ("onnxruntime-cpu",)
+"""The bundle's backend whose growth is measured."""
 
 PEERS = (*IN_TORCH, "onnxruntime-plain", "onnxruntime-optimizer", "ort-fusions", "openvino-plain", "openvino-static")
 
@@ -120,6 +120,8 @@ class Subject:
 
     Attributes:
         model: a published model, or a callable.
+        mask: of :data:`MASKS`; None for whole models.
+        precision: of the bundle.
         ratios: maximum time of `auto` relative to the fastest peer, by number of tokens.
         peers: peers by number of tokens.
         exponents: maximum exponents of time and memory over tokens; None if growth is not measured.
@@ -129,6 +131,8 @@ class Subject:
     model: Published
     ratios: Mapping[int, float]
     peers: Mapping[int, Sequence[str]]
+    mask: str | None = None
+    precision: str = "fp32"
     exponents: tuple[float, float] | None = None
     extra_mib: float | None = None
 
@@ -144,10 +148,12 @@ OF_LIMIT = 0.85
 """Share of the limit's speed that attention under a mask is to reach."""
 
 
-def _bare(mask: str, ratios: Mapping[int, float], peers: Sequence[str] = IN_TORCH, **limits: Any) -> Subject:
-    source = f"{_HERE}:{mask.replace(' ', '_')}"
+def _bare(
+    mask: str, ratios: Mapping[int, float], peers: Sequence[str] = IN_TORCH, precision: str = "fp32", **limits: Any
+) -> Subject:
+    source, name = f"{_HERE}:{mask.replace(' ', '_')}", mask if precision == "fp32" else f"{mask}, {precision}"
     by_tokens = {tokens: peers if tokens == EXAMPLE else [p for p in peers if p in IN_TORCH] for tokens in ratios}
-    return Subject(Published(mask, CALLABLE, source), ratios, by_tokens, **limits)
+    return Subject(Published(name, CALLABLE, source), ratios, by_tokens, mask, precision, **limits)
 
 
 SUBJECTS = (
@@ -157,6 +163,8 @@ SUBJECTS = (
     _bare("chunks", {EXAMPLE: FASTEST}),
     _bare("prefix", {EXAMPLE: FASTEST}),
     _bare("causal", {EXAMPLE: 0.9, 16384: 0.9}, PEERS, exponents=(inf, 1.1), extra_mib=64),
+    _bare("no mask", {EXAMPLE: inf, 16384: inf}, ("eager",), precision="bf16"),
+    _bare("causal", {EXAMPLE: 0.9, 16384: 0.9}, PEERS, precision="bf16"),
     Subject(
         Published("ModernBERT-base", "encoder", "ModernBertModel", {}, _WHOLE), {EXAMPLE: 0.7}, {EXAMPLE: _OTHERS}
     ),
@@ -179,21 +187,20 @@ def measure(subject: Subject, rounds: Annotated[int, typer.Option(help="Timed ro
     """Measure the times of a subject, and how its time and memory grow."""
     measured, start = new_results("", processors(), say, with_ceilings=False), time.perf_counter()
     with temporary_folder() as folder:
-        bundle = subject.model.deployed(folder)
+        bundle = subject.model.deployed(folder, precision=subject.precision)
         bench = Bench(
             [bundle], None, (), rounds, processors(), throughput=False, starts=False, memory=False, cases=False,
             trust_source=True, seconds=120, progress=say,
         )  # fmt: skip
         for tokens, peers in subject.peers.items():
             bench.against = peers
-            bench.backends = None if tokens <= EXAMPLE else WITHOUT_SCORES
             model = measure_bundles(bench, {"tokens": tokens}, None)
             for made in model.deployed:  # from a temporary folder
                 made.source = made.source.replace(f"{folder}/", "")
             measured.models.append(model)
         if subject.exponents is not None:
             bench.against, bench.memory, bench.fresh_peers = ("eager",), True, ()
-            bench.backends = WITHOUT_SCORES
+            bench.backends = GROWING
             points = {tokens: (bundle, {"tokens": tokens}) for tokens in TOKENS}
             measured.growth.append(measured_growth(bench, "tokens", points))
     return finished(measured, start)
@@ -209,7 +216,7 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
         for model in measured.models:
             if model.name == subject.model.name and subject.ratios[model.sizes["tokens"]] < inf:
                 yield from _ratio(model, subject.ratios[model.sizes["tokens"]])
-                yield from _of_limit(model, measured.models)
+                yield from _of_limit(subject, model, measured.models)
         for growth in measured.growth:
             if growth.model == subject.model.name and subject.exponents is not None:
                 yield from _growth(growth, subject)
@@ -224,14 +231,15 @@ def _ratio(model: Model, most: float) -> Iterator[Claim]:
         yield Claim(f"{of}: time, of the fastest peer's", 1 / peers[fastest], most, fastest)
 
 
-def _of_limit(model: Model, models: Sequence[Model]) -> Iterator[Claim]:
+def _of_limit(subject: Subject, model: Model, models: Sequence[Model]) -> Iterator[Claim]:
     """Yield the claim about the time of the backend that `auto` loads, relative to the limit's."""
     tokens = model.sizes["tokens"]
-    whole = [each for each in models if each.name == "no mask" and each.sizes["tokens"] == tokens]
+    (unmasked, *_) = (s.model.name for s in SUBJECTS if s.mask == "no mask" and s.precision == subject.precision)
+    whole = [each for each in models if each.name == unmasked and each.sizes["tokens"] == tokens]
     ours = [contender.latency.median.value for contender in model.contenders if contender.picked]
-    if model.name in MASKS and whole and ours:
+    if subject.mask is not None and whole and ours:
         index = torch.arange(tokens)
-        left = int(MASKS[model.name](index[:, None], index).sum()) / tokens**2
+        left = int(MASKS[subject.mask](index[:, None], index).sum()) / tokens**2
         best = min(contender.latency.median.value for contender in whole[0].contenders if not contender.wrong_in)
         yield Claim(f"{model.name}, {tokens:,} tokens: time, of the limit's", ours[0] / (left * best), 1 / OF_LIMIT)
 

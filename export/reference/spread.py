@@ -182,6 +182,9 @@ class Spreads:
                 _Draws(list(of_case), self._model, self._baseline, stored)
                 for _, of_case in groupby(spreads, key=lambda spread: spread.case.name)
             ]
+            for of_case in draws:
+                if of_case.case.kind == "denormal" and self._baseline.precision.may_flush:
+                    of_case.flush()
             while remaining := [of_case for of_case in draws if of_case.is_open and cost(of_case.case.sizes) <= runs]:
                 for of_case in remaining:
                     work = cost(of_case.case.sizes)
@@ -207,7 +210,8 @@ class _Draws:
 
     Where all inputs are equal, the roundings of sums of equal terms add up, and what cancels is zero in one order and
     not in another; below the normal range, products of weights and values are rounded or not, depending on when weights
-    are normalised. So float64's sums are moved there as well.
+    are normalised. So float64's sums are moved there as well. In bf16, products flush such numbers to zero or not,
+    depending on the processor and on their sizes, in eager too.
     """
 
     def __init__(
@@ -236,6 +240,19 @@ class _Draws:
                 spread.moves += (
                     Error.of(sampled(result[spread.output], self.case), spread.truth) for result in results
                 )
+
+    def flush(self) -> None:
+        """Widen the spreads to the error of taking denormal numbers of the inputs for zeros."""
+        normal = {
+            name: np.where(np.abs(array) < self._baseline.precision.smallest_normal, np.zeros_like(array), array)
+            if is_floating(array)
+            else array
+            for name, array in self._inputs.items()
+        }
+        eager, exact = self._baseline.eager(normal), self._model.exact(self._inputs)
+        for spread in self._spreads:
+            error = Error.of(eager[spread.output], exact[spread.output])
+            spread.widen(error.relative, error.absolute)
 
     @property
     def is_open(self) -> bool:

@@ -24,7 +24,15 @@ from attnforge.export.sources.torch_module import capture
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.eager import products_in
 from attnforge.runtime.cases import make_inputs
-from attnforge.runtime.parity.budget import HANDFUL, LEAST_DRAWS, LEAST_LOW_DRAWS, MOST_DRAWS, judge, relative_error
+from attnforge.runtime.parity.budget import (
+    FEW,
+    HANDFUL,
+    LEAST_DRAWS,
+    LEAST_LOW_DRAWS,
+    MOST_DRAWS,
+    judge,
+    relative_error,
+)
 
 
 class Standard(nn.Module):
@@ -301,6 +309,16 @@ def test_an_answer_that_is_exact_for_a_neighbouring_input_is_allowed(precision: 
     else:
         assert spread == pytest.approx((error, error), rel=0.1)
     assert not any("y" in case.spread for case in cases if case.name == "normal-opt")
+
+
+@pytest.mark.parametrize(("precision", "flushes"), [("bf16", True), ("fp16", False), ("fp32", False)])
+def test_products_in_bf16_may_take_denormal_numbers_for_zeros(precision: str, flushes: bool, tmp_path: Path) -> None:
+    """As those of AVX512-BF16 and AMX do, torch's own from 64 × 64 on."""
+    model = Noisy(precision_named(precision), FEW, 0.0, varies=False)
+    cases = {case.name: case.spread.get("y", (0.0, 0.0)) for case in model.written(tmp_path)}
+    assert (cases["denormal"][0] == pytest.approx(1, rel=0.01)) == flushes
+    assert not flushes or 0 < cases["denormal"][1] < model.precision.smallest_normal
+    assert max(error for name, (error, _) in cases.items() if name != "denormal") < model.precision.floor
 
 
 @pytest.mark.parametrize(("size", "drawn"), [(HANDFUL - 1, MOST_DRAWS), (HANDFUL, 0)])

@@ -523,7 +523,7 @@ def test_blocks_are_within_the_budget(precision: str, tmp_path: Path) -> None:
     bundle = in_blocks(tmp_path / "b", precision, tune=False)
     assert OPENVINO in bundle.manifest.targets
     report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
-    assert {c.case for c in report.comparisons if not c.passed} <= {"denormal"}
+    assert report.passed, [(c.case, c.reason) for c in report.comparisons if not c.passed]
 
 
 def test_repeated_shapes_run_in_blocks_too(blocks: Bundle) -> None:
