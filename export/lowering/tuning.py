@@ -33,7 +33,7 @@ from attnforge.export.lowering.forms import Candidate, write
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error
-from attnforge.runtime.race import ALIKE, LONG, medians
+from attnforge.runtime.race import ALIKE, APART, LONG, medians, seconds_of
 
 ROUNDS = 9
 """Number of times that every candidate is timed."""
@@ -171,19 +171,24 @@ class Tuner:
         times: list[dict[str, float]] = []
         dropped: dict[str, str] = {}
         for left, work in zip(range(len(works), 0, -1), works, strict=True):
-            feeds = cut.feeds(work.sizes, work.past)
+            feeds, seconds = cut.feeds(work.sizes, work.past), dict[str, float]()
 
-            def opened(candidate: Candidate, feeds: Mapping[str, Array] = feeds) -> tuple[Callable[[], Any], Array]:
+            def opened(
+                candidate: Candidate, feeds: Mapping[str, Array] = feeds, seconds: dict[str, float] = seconds
+            ) -> tuple[Callable[[], Any], Array]:
                 run = self._library.open(models[candidate.form], feeds)
                 start = time.perf_counter()
                 output = self._library.read(run())
-                seconds = time.perf_counter() - start
-                if seconds > LONG and start + CALLS * len(candidates) * seconds > end:
-                    raise Unmeasurable(f"a call takes {seconds:.1f} seconds, so there is no time to compare its forms")
+                seconds[candidate.form] = time.perf_counter() - start
+                if seconds[candidate.form] > LONG and CALLS * seconds[candidate.form] > end - start:
+                    raise Unmeasurable(_too_long(seconds[candidate.form]))
                 return run, output
 
             runs, refused = agreeing(candidates, opened, self._library.name)
-            dropped |= refused
+            warm = {form: seconds_of(run) if seconds[form] > LONG else seconds[form] for form, run in runs.items()}
+            slow = _too_slow(warm, end - time.perf_counter(), ruled.form)
+            dropped |= refused | slow
+            runs = {form: run for form, run in runs.items() if form not in slow}
             times.append(medians(runs, ROUNDS, (end - time.perf_counter()) / left))
         forms = [form for form in times[0] if all(form in others for others in times)]
         if not forms:
@@ -193,6 +198,32 @@ class Tuner:
         timings = [_timing(work, ms, chosen, forms) for work, ms in zip(works, times, strict=True)]
         why = f"measured: {'; '.join(timings)}" + "".join(f"; not {form}: {why}" for form, why in dropped.items())
         return FormChoice(chosen, why, {form: times[0][form] for form in forms}, dropped)
+
+
+def _too_slow(seconds: Mapping[str, float], left: float, ruled: str) -> dict[str, str]:
+    """The forms for whose calls there is no time, and why; they take several times as long as those that are compared.
+
+    Args:
+        seconds: of a call of each form.
+        left: seconds for all calls.
+        ruled: the form that the rules choose.
+
+    Raises:
+        Unmeasurable: forms that are about as fast as the fastest, or the one that the rules choose, are among them.
+    """
+    slow: dict[str, str] = {}
+    for form in sorted(seconds, key=lambda form: -seconds[form]):
+        compared = sum(seconds.values()) - sum(seconds[each] for each in slow)
+        if seconds[form] <= LONG or CALLS * compared <= left:
+            break
+        if seconds[form] < APART * min(seconds.values()) or form == ruled:
+            raise Unmeasurable(_too_long(seconds[form]))
+        slow[form] = f"a call takes {seconds[form]:.1f} seconds"
+    return slow
+
+
+def _too_long(seconds: float) -> str:
+    return f"a call takes {seconds:.1f} seconds, so there is no time to compare its forms"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle
 from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.graphs.build import Builder
+from attnforge.export.graphs.sizes import Unmeasurable
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
 from attnforge.export.lowering.attention import Attention, FormChoice, Lowered, attentions
@@ -352,6 +353,19 @@ def test_forms_that_hold_no_scores_are_measured_where_others_would_be_too_large(
     monkeypatch.setattr(tuning, "LONG", 0.0)
     slow = lowered(Attends())
     assert not slow.measured and "not measured: a call takes" in slow.why
+
+
+def test_forms_for_whose_calls_there_is_no_time_are_left_out() -> None:
+    seconds = {"plain": 4.0, "products": 2.0, "fused": 0.2, "in blocks": 0.3}
+    assert tuning._too_slow(seconds, 40, "fused") == {}
+    assert set(tuning._too_slow(seconds, 13, "fused")) == {"plain"}
+    assert tuning._too_slow(seconds, 3, "fused") == {
+        "plain": "a call takes 4.0 seconds", "products": "a call takes 2.0 seconds"
+    }  # fmt: skip
+    assert tuning._too_slow({"plain": 0.05, "fused": 0.01}, 0, "fused") == {}  # quick calls are always timed
+    for left, ruled in ((3, "products"), (1, "fused")):
+        with pytest.raises(Unmeasurable, match="so there is no time"):
+            tuning._too_slow(seconds, left, ruled)
 
 
 def test_rules_and_the_tuner_have_the_same_candidates() -> None:
