@@ -25,17 +25,22 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, attention_node
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.graphs.build import Builder
+from attnforge.export.attention.masking import any_key
+from attnforge.export.attention.operands import scalar
+from attnforge.export.graphs.build import Builder, constant, like
+from attnforge.export.graphs.nodes import is_op, upstream
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import Attention, Lowered
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
 from attnforge.export.lowering.forms import NO_SIZES, Candidate, Sizes, usual
-from attnforge.export.lowering.products import products
+from attnforge.export.lowering.products import BOOL, products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 
 CANONICAL_FORM = "Attention"
+
+NAN_FORM = "Attention, NaN without keys"
 
 INT8_FORM = "Attention, queries × keys in int8"
 
@@ -109,16 +114,31 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes
     """
     name, queries, keys = str(a.node.name), usual(a.size("n_q"), sizes), usual(a.size("n_k"), sizes)
     has_parts = a.has_static_heads and a.cached is None and a.scales is None
-    found, why = list(_parts(f"{site}/Softmax", a, queries, keys)) if has_parts else [], ""
+    found, why, nan = list(_parts(f"{site}/Softmax", a, queries, keys)) if has_parts else [], "", _may_hide_all(a)
     if found:
         why = f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on"
         why = why if a.band is None else "blocks would not leave out enough of the products"
     if in_int8 is not None and may_round_scores(a):  # the gate has judged its error
-        emit, pays = partial(_canonical, in_int8=in_int8), queries * keys >= INT8_SCORES
+        emit, pays = partial(_canonical, in_int8=in_int8, nan=nan), queries * keys >= INT8_SCORES
         reason = "the first product is faster in int8, and its rounding is within the limit"
         found.append(Candidate(INT8_FORM, name, emit, pays, reason, tolerance=math.inf))
         why = "with so few queries and keys, rounding takes as long as int8 saves"
-    return [Candidate(CANONICAL_FORM, name, _canonical, True, why, materialises_scores=False), *found]
+    form = CANONICAL_FORM
+    if nan:
+        form, why = NAN_FORM, "the mask may hide all keys of a row: it is NaN, where OpenVINO's Attention gives zeros"
+    return [Candidate(form, name, partial(_canonical, nan=nan), True, why, materialises_scores=False), *found]
+
+
+def _may_hide_all(a: Attention) -> bool:
+    """Whether the mask may hide all keys of a row that is NaN then: it depends on an input, and is boolean or has minus
+    infinity, from an input or from a constant."""
+    if a.mask is None or not a.silent_rows_are_nan or a.cached is not None:
+        return False
+    found = list(upstream([a.mask], lambda value: is_op(value.producer(), "Shape", "Size")))
+    inputs = [value.dtype for value in found if value.is_graph_input()]
+    if a.mask.dtype != BOOL and not any(dtype is not None and dtype.is_floating_point() for dtype in inputs):
+        return bool(inputs) and any(scalar(value) == -math.inf for value in found)
+    return bool(inputs)
 
 
 def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Candidate]:
@@ -144,7 +164,7 @@ _PRODUCTS = "MatMul·Softmax·MatMul"
 # --- the forms --------------------------------------------------------------------------------------------------------
 
 
-def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = None) -> ir.Value:
+def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = None, nan: bool = False) -> ir.Value:
     query, key, value = a.inputs(op, [a.layout(*dims) for dims in (QUERY, KEY, VALUE)])
     if in_int8 is not None:
         query, key = (rounded_to(op, x, scale, INT8) for x, scale in zip((query, key), in_int8, strict=True))
@@ -153,6 +173,8 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
         softmax_precision=0 if a.softmax_dtype == a.dtype else a.softmax_dtype.value,
         silent_rows_are_nan=a.silent_rows_are_nan,
     )  # fmt: skip
+    if nan and a.mask is not None:
+        result = like(op.Where(any_key(op, a.mask), result, constant(op, math.nan, a.dtype)), result)
     return a.as_output(op, result, a.layout(*OUTPUT))
 
 

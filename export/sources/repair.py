@@ -17,7 +17,7 @@ from onnxscript.rewriter.rules import common as rules
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed
-from attnforge.export.graphs.nodes import constant_of, input_of, is_op, optional_input
+from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.shapes import dims_as_multiplied
@@ -185,7 +185,8 @@ def _product(op: Builder, node: ir.Node, attributes: Mapping[str, int]) -> ir.Va
 
 
 def repair(model: ir.Model) -> None:
-    """Expand the caches of every RotaryEmbedding of `model` to its input's batch size, in place.
+    """Write known sizes into Reshapes, and expand the caches of every RotaryEmbedding of `model` to its input's batch
+    size, in place.
 
     Without position ids, the caches are `(batch, tokens, head_size / 2)`
     (https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html). The exporter's fusion leaves them with a batch of one,
@@ -193,6 +194,8 @@ def repair(model: ir.Model) -> None:
     """
     expanded: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in list(model.graph):
+        if is_op(node, "Reshape"):
+            _write_size(model.graph, node)
         if not is_op(node, "RotaryEmbedding") or optional_input(node, 3) is not None:
             continue
         x = input_of(node)
@@ -206,6 +209,24 @@ def repair(model: ir.Model) -> None:
                     build = partial(_expanded, cache=cache, x=x)
                     expanded[key] = insert(model.graph, node, build, stem=f"{cache.name}/{key[1]}")
                 node.replace_input_with(i, expanded[key])
+
+
+def _write_size(graph: ir.Graph, node: ir.Node) -> None:
+    """Replace the -1 of a Reshape whose other sizes are computed by its size, if it is known. OpenVINO does not infer
+    it; if it is a number of heads, runs of attention whose queries share keys fail."""
+    shape, made = maker_of(input_of(node, 1)), node.outputs[0].shape
+    if made is None or not is_op(shape, "Concat") or len(shape.inputs) != len(made):
+        return
+    parts = inputs_of(shape)
+    for i, (part, dim) in enumerate(zip(parts, made, strict=True)):
+        if isinstance(dim, int) and (number := constant_of(part)) is not None and number.tolist() == [-1]:
+            write = partial(_joined, before=parts[:i], size=dim, after=parts[i + 1 :])
+            node.replace_input_with(1, insert(graph, node, write))
+
+
+def _joined(op: Builder, before: list[ir.Value], size: int, after: list[ir.Value]) -> ir.Value:
+    sizes = op.Concat(*before, constant(op, [size]), *after, axis=0)
+    return typed(sizes, ir.DataType.INT64, [len(before) + 1 + len(after)])
 
 
 def _know_shape(cache: ir.Value) -> None:

@@ -27,7 +27,8 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     """
     scales = job.scores_in_int8
     sites = list(attentions(job.model, job.sites))
-    if all(len(candidates_for(site.name, a, scales.get(site.name))) == 1 for site, a in sites):
+    offered = [candidates_for(site.name, a, scales.get(site.name)) for site, a in sites]
+    if all([candidate.form for candidate in candidates] == [CANONICAL_FORM] for candidates in offered):
         return None
     sizes = sizes_at(job.inputs, "opt")
     spent = sum(target.record.tuning.seconds for target in built.values() if target.record.tuning is not None)

@@ -17,6 +17,9 @@ from attnforge.machine import this_machine
 
 NARROW = ("bf16", "f16")
 
+LEAST = "-65504"
+"""The least number of fp16."""
+
 
 def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
     """An `openvino.Model` that computes the same function as `model`, within rounding, with the same inputs and
@@ -179,7 +182,8 @@ def widened(model: Any) -> Any:
     """The model with all 16-bit tensors converted to fp32, except its inputs and outputs.
 
     OpenVINO computes in the type of its INFERENCE_PRECISION_HINT. 16-bit types in the graph make it also round numbers
-    that a kernel keeps in registers, which takes time and loses precision.
+    that a kernel keeps in registers, which takes time and loses precision. The least number of fp16, which stands for
+    minus infinity in an additive mask, becomes that of fp32: it must absorb any score in fp32 too.
     """
     inputs, outputs = ([port.get_element_type() for port in ports] for ports in (model.inputs, model.outputs))
     for node in model.get_ordered_ops():
@@ -189,7 +193,9 @@ def widened(model: Any) -> Any:
             node.set_element_type(openvino.Type.f32)
         elif node.get_type_name() == "Constant":
             targets = node.output(0).get_target_inputs()  # before the conversion is one of them
-            wide = ops.convert(node, "f32").output(0)
+            is_least = list(node.get_output_shape(0)) == [] and node.get_value_strings() == [LEAST]
+            least = ops.constant(np.finfo(np.float32).min)
+            wide = (least if is_least else ops.convert(node, "f32")).output(0)
             for target in targets:
                 target.replace_source_output(wide)
         elif node.get_type_name() == "Convert":
