@@ -147,18 +147,21 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
     sink = scores.steps.sink if isinstance(scores, Scores) else None
     outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), WeightSteps(sink=sink))
     walks: list[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else [*outputs]
-    sites = []
-    for i, weights in enumerate(walks):
+    places: dict[object, int] = {node: i for i, node in enumerate(graph)} if len(walks) > 1 else {}
+    written: dict[int, Site] = {}
+    # from the last product on: its values may be those of one before it
+    for i, weights in sorted(enumerate(walks), key=lambda walk: -places.get(getattr(walk[1], "product", None), 0)):
         site = Site(
             f"{name}, values {i + 1}" if i else name,
             written_as="·".join([*reversed(scores.path), "Softmax", *weights.path]),
         )
         if isinstance(scores, Ended) or isinstance(weights, Ended):
             reasons = (walk.reason for walk in (scores, weights) if isinstance(walk, Ended))
-            sites.append(replace(site, reason="; ".join(reasons)))
+            written[i] = replace(site, reason="; ".join(reasons))
         else:
             write = partial(emit, graph, scores=scores, weights=weights, softmax_dtype=source.dtype)
-            sites.append(_written(site, write))
+            written[i] = _written(site, write)
+    sites = [written[i] for i in range(len(walks))]
     if any(site.node is not None for site in sites):
         return sites
     is_site = both_computed(scores) or not isinstance(outputs, Ended)

@@ -72,7 +72,7 @@ def in_program(program: ExportedProgram) -> Counter[str]:
         if dependent.isdisjoint(node.all_input_nodes):
             continue
         dependent.add(node)
-        if _is_counted(str(node.target)):
+        if _is_counted(str(node.target)) and node.users:
             name, kind = [("", ""), *node.meta.get("nn_module_stack", {}).values()][-1]
             modules[f"{node.target} {node.args} {node.kwargs}"] = name or kind.rpartition(".")[2]
     return Counter(modules.values())

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from attnforge.export.attention.contraction import Side, contraction_of, is_product
 from attnforge.export.attention.layout import Layout, after_view, is_view
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs, is_op
+from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs, inputs_of, is_op, upstream
 from attnforge.export.graphs.sizes import ONE, LayoutError, sizes_of
 
 _LINEAR = VIEWS | {
@@ -51,10 +51,18 @@ def unrecognised(graph: ir.Graph) -> Iterator[tuple[tuple[ir.Node, ...], str]]:
         if not is_product(node) or not _both_in(node, computed) or (pairs := _pairs_of(node)) is None:
             continue
         for path, _, is_chosen in products_after(node, pairs, computed):
-            nonlinear = [other.op_type for other in path[1:-1] if other.op_type not in _LINEAR]
+            nonlinear = [other.op_type for other in path[1:-1] if _is_nonlinear(other, path[0].outputs[0])]
             if nonlinear and not is_chosen:
                 yield path, COMPUTES.format(nonlinear[0])
                 break
+
+
+def _is_nonlinear(node: ir.Node, scores: ir.Value) -> bool:
+    """Whether a node is no linear function of scores, as products and quotients of two values that are computed from
+    them."""
+    if not is_op(node, "Mul", "Div"):
+        return node.op_type not in _LINEAR
+    return all(scores in upstream([side], lambda value: value is scores) for side in inputs_of(node))
 
 
 def _both_in(product: ir.Node, computed: set[ir.Value]) -> bool:

@@ -103,9 +103,14 @@ def decomposed(
     Raises:
         ValueError: see :func:`_is_projected`.
     """
-    known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    if any(node.target == aten.einsum.default and len(node.args[1]) > 2 for node in nodes):
+        registry.functions.pop("aten::einsum")  # torch makes products of two of it, of which attention consists
+    known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     for node in nodes:
+        if node.target == aten.clamp.default and node.meta["val"].is_floating_point():  # the exporter wants one type
+            bounds = (float(bound) if isinstance(bound, int) else bound for bound in node.args[1:])
+            node.args, node.kwargs = (node.args[0], *bounds), {}
         if node.target == aten._is_all_true.default:  # in a condition, which torch does not decompose
             node.target = aten.all.default
     if any(map(_is_projected, nodes)):

@@ -147,6 +147,11 @@ def capture(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
                 "it draws random numbers or keeps state between calls; disable dropout outside training"
             )
+        for name, arg in zip(names, cast, strict=True):
+            if name in answers[0] and not _is_same(answers[0][name], arg):
+                raise CaptureError(
+                    f"{type(module).__name__} returns {name!r}, which is an input too; rename one of them"
+                )
         try:
             program = torch.onnx.export(
                 copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=in_signature,
@@ -312,8 +317,8 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
         return {}
     if not isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = dict(zip(names, dynamic_shapes, strict=False))
-    if unknown := set(dynamic_shapes) - set(names):
-        raise CaptureError(f"dynamic_shapes names {', '.join(sorted(unknown))}; the inputs are {', '.join(names)}")
+    if unknown := sorted({*map(str, dynamic_shapes)} - {*names}):
+        raise CaptureError(f"dynamic_shapes names {', '.join(unknown)}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
 
 
@@ -321,6 +326,8 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     """The dims of one input: an int for a fixed dim, else the range of the Dim that is declared for it."""
     if not isinstance(shapes, Mapping):
         shapes = dict(enumerate(shapes or ()))
+    if unknown := [dim for dim in shapes if dim not in range(arg.dim())]:
+        raise CaptureError(f"dynamic_shapes has dim {unknown[0]} of {name!r}, whose dims are 0 to {arg.dim() - 1}")
     dims: Dims = []
     for i, size in enumerate(arg.shape):
         dim = shapes.get(i)

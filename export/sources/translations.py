@@ -193,6 +193,43 @@ def grouped_product(self: Any, mat2: Any, offs: Any = None, bias: Any = None, ou
     return result
 
 
+def added_to(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a product that is added to a tensor, as `baddbmm`. With a `beta` of 0, torch ignores the tensor,
+    which is often uninitialised; the exporter adds it times 0, and attention is not found.
+
+    Args:
+        otherwise: the exporter's function.
+    """
+
+    def product(self: Any, left: Any, right: Any, beta: float = 1.0, alpha: float = 1.0) -> Any:
+        if not isinstance(beta, int | float) or beta != 0:
+            return otherwise(self, left, right, beta, alpha)
+        result = op.MatMul(left, right)
+        return op.Mul(result, op.CastLike(alpha, result)) if alpha != 1 else result
+
+    return product
+
+
+def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """`self[indices] = values`. The exporter takes a mask as the first index only, and scatters to the positions at
+    which it is true. Values that are the same at all of them are chosen where it is, as by `masked_fill`.
+
+    Args:
+        self: the tensor.
+        indices: None for all of a dim, integers, or a mask of several dims.
+        values: broadcasts to what is replaced.
+        accumulate: whether the values are added.
+    """
+    first, *others = (i for i, index in enumerate(indices) if index is not None)
+    mask = indices[first]
+    after = len(self.shape) - first - len(mask.shape)
+    is_same = all(dim == 1 for dim in values.shape[: max(len(values.shape) - after, 0)])
+    if others or accumulate or not is_same or mask.dtype != ir.DataType.BOOL:
+        return core.aten_index_put(self, indices, values, accumulate)
+    where = op.Unsqueeze(mask, op.Constant(value_ints=[*range(-after, 0)])) if after else mask
+    return op.Where(where, values, self)
+
+
 def _reshaped(x: _Tensor, before: int, sizes: Sequence[Any], after: int) -> Any:
     """A tensor with other sizes, numbers or tensors of one, in place of the axes from `before` to `after`."""
     ends = [*sizes, *(x.size(axis, as_number=True) for axis in range(after, len(x.dims)))]
@@ -269,10 +306,13 @@ def _merged(x: _Tensor) -> Any:
 
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_product,
+    torch.ops.aten.addmm.default: added_to(core.aten_addmm),
+    torch.ops.aten.baddbmm.default: added_to(core.aten_baddbmm),
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     torch.ops.aten.floor_divide.default: floor_divide,
     torch.ops.aten.histc.default: histogram,
     torch.ops.aten.flatten.using_ints: flatten,
+    torch.ops.aten.index_put.default: index_put,
     torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.rsub.Scalar: rsub,
     torch.ops.aten.slice_scatter.default: slice_scatter,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,12 +58,35 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
             f"the model is a {type(module).__name__}; give a torch.nn.Module, and for TorchScript, the module that was "
             "traced or scripted"
         )
-    dtype = torch_dtype(precision)
-    with raised_as(CaptureError, f"{type(module).__name__} cannot be copied"):
-        copied = _copy(module, dtype)
+    dtype, kind = torch_dtype(precision), type(module).__name__
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module  # it has no copy
+    for part in map(type, module.modules()):
+        if part.__module__.startswith("torch.ao.nn.") and "quantized" in part.__module__:
+            advice = 'give the module as it was before, and precision="int8" to quantise it here'
+            raise CaptureError(f"{kind} has a {part.__name__} that torch.ao quantised; {advice}")
+    with raised_as(CaptureError, f"{kind} cannot be copied"):
+        copied = _copy(_frozen(module), dtype)
     _take_by_position(copied)
     copied.eval().requires_grad_(False)
     return copied._apply(lambda tensor: _to(tensor, dtype))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    """A module whose parametrized weights, such as orthogonal ones, are what they are in eval mode: a copy, or the
+    module itself if it has none. Most are computed by operators that neither run in 16 bits nor have ONNX functions."""
+    if not any(map(is_parametrized, module.modules())):
+        return module
+    copied = _copy(module, torch.float32).eval()
+    parts: list[Any] = list(filter(is_parametrized, copied.modules()))
+    for part in parts:
+        weights, again = ({name: getattr(part, name).detach() for name in part.parametrizations} for _ in range(2))
+        if all(torch.equal(weights[name], again[name]) for name in weights):  # others draw random numbers
+            part.__class__ = type(part).__bases__[0]
+            del part.parametrizations
+            for name, weight in weights.items():
+                part.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    return copied
 
 
 def _take_by_position(module: nn.Module) -> None:
@@ -91,6 +115,7 @@ def doubled(module: nn.Module) -> nn.Module:
     return _copy(module, torch.float64).double()
 
 
+@torch.no_grad()  # a script copies its parameters itself, and would record how
 def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of `module` whose parameters have `dtype` (one that has it already shares its memory). Tensors that the
     module keeps outside parameters and buffers, such as a cache that an earlier call filled, also get `dtype` if they

@@ -13,13 +13,13 @@ from torch.export import Dim
 from torch.export import export as export_program
 from torch.nn.attention.flex_attention import flex_attention
 
-from attnforge.export.attention.canonicalize import LOST, Canonical, canonicalize
+from attnforge.export.attention.canonicalize import LOST, WITHOUT_EFFECT, Canonical, canonicalize
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
 from attnforge.export.graphs.nodes import input_of
 from attnforge.export.sources.exported_program import open_program
 from attnforge.export.sources.torch_module import Captured, capture
 from attnforge.precision import precision_named
-from tests.support.idioms.accounts import ACCOUNTS, MODULES, Classes, Gated
+from tests.support.idioms.accounts import ACCOUNTS, MODULES, Classes, Gated, UnusedOperator
 from tests.support.idioms.catalogue import WIDTH
 from tests.support.idioms.together import Exported, export
 
@@ -53,6 +53,12 @@ def test_as_many_as_ran(modules: Exported) -> None:
 
 def account_of(captured: Captured) -> Canonical:
     return canonicalize(captured.model, captured.without_effect, captured.lost)
+
+
+def test_an_operator_whose_result_is_not_used_is_not_lost() -> None:
+    account = account_of(capture(UnusedOperator().eval(), (torch.randn(2, 9, WIDTH),), None, FP32))
+    assert [site.reason for site in account.sites] == [None]
+    assert [*account.other_softmaxes.values()] == [WITHOUT_EFFECT]
 
 
 def test_a_program_and_a_graph_have_the_account_of_their_module() -> None:

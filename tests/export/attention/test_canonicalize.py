@@ -278,3 +278,21 @@ def test_zeros_by_a_mask_of_more_dims_are_left() -> None:
     (site,) = canonicalize(captured.model).sites
     (node,) = (node for node in captured.model.graph if node.name == site.node)
     assert SILENT_ROWS in node.metadata_props
+
+
+class Twice(nn.Module):
+    """Weights that meet the values, and then what they made of the values."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = (query @ key.mT).softmax(-1)
+        return weights @ (weights @ value)
+
+
+def test_the_values_of_a_product_are_those_of_another() -> None:
+    args = torch.randn(3, 2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).unbind(0)
+    captured = capture(Twice(), args, None, precision_named("fp32"))
+    sites = canonicalize(captured.model).sites
+    assert [site.reason for site in sites] == [None, None]
+    for_onnxruntime.lower(captured.model, sites, {})
+    feeds = dict(zip(("query", "key", "value"), (arg.numpy() for arg in args), strict=True))
+    near(session_of(captured.model).run(None, feeds), [Twice()(*args).numpy()])

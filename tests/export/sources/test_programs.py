@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization
 from torch.onnx._internal.exporter import _fx_passes
 
 from attnforge.errors import CaptureError
@@ -35,7 +38,7 @@ class Renamed(nn.Module):
         turned = (1.5 - torch.arange(5)).T, torch.rsub(seen.long(), 2.5), torch.rsub(x, 1, alpha=2).flatten(1).T
         casts = seen.mT.to(torch.int64), high.to(torch.float64).to("cpu"), unused[:0].to(x)
         steps = x.diff(dim=1), seen.long().diff(prepend=seen[..., :1].long() - 1), x.diff(1, 0, append=x[:2])
-        mixed = x.shape[1] * 0.5 - seen.long(), x.shape[1] - x
+        mixed = x.shape[1] * 0.5 - seen.long(), x.shape[1] - x, x.clamp(min=-1, max=0.5)
         return low.mT, *casts, *fewer, whole, *turned, *steps, *mixed
 
 
@@ -98,8 +101,13 @@ class Complex(nn.Module):
             numbers.mT.contiguous().conj() * x[:, :1, :1], numbers + gathered.clone() / x.shape[1],
         )  # fmt: skip
         more = numbers + x[:, :, :1], 2 + numbers.neg(), numbers - (1 + 2j), (numbers * (0.5 - 1j)) / 2j
+        of_real = x[..., :4] / (numbers + 9), x[..., :4] - numbers
         turned = numbers * torch.exp(1j * torch.outer(positions.float(), torch.tensor([1.0, 0.5, 0.3, 0.1])))
-        return *(torch.view_as_real(result) for result in (*results, *more)), turned.imag, (-0.5j * x.long()).real
+        return (
+            *(torch.view_as_real(result) for result in (*results, *more, *of_real)),
+            turned.imag,
+            (-0.5j * x.long()).real,
+        )
 
 
 def test_complex_numbers_are_pairs() -> None:
@@ -118,6 +126,64 @@ def test_complex_inputs_and_outputs_are_refused() -> None:
 def test_what_is_no_module_is_refused(model: Any) -> None:
     with pytest.raises(CaptureError, match=r"the model is a \w+; give a torch.nn.Module"):
         capture(model, (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
+def test_what_torch_quantised_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantise: Any = torch.ao.quantization.quantize_dynamic
+        quantised = quantise(nn.Sequential(nn.Linear(8, 8)).eval())
+    with pytest.raises(CaptureError, match=r"Sequential has a Linear that torch\.ao quantised; give the module as"):
+        capture(quantised, (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_a_script_within_a_module_is_refused_in_one_line() -> None:
+    with pytest.raises(CaptureError, match=r"torch cannot export Scripted: .*inner\.weight"):
+        capture(Scripted(), (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({0: Dim("batch", max=4)}, "dynamic_shapes names 0; the inputs are input"),
+        (({-2: Dim("batch", max=4)},), "dynamic_shapes has dim -2 of 'input', whose dims are 0 to 1"),
+        (({2: Dim("batch", max=4)},), "dynamic_shapes has dim 2 of 'input', whose dims are 0 to 1"),
+    ],
+)
+def test_dims_that_no_input_has(shapes: Any, words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        capture(nn.Linear(8, 8), (torch.randn(2, 8),), shapes, precision_named("fp32"))
+
+
+class Renames(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"y": y, "x": x + y}
+
+
+def test_an_output_has_the_name_of_an_input() -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(CaptureError, match="Renames returns 'x', which is an input too; rename one of them"):
+        capture(Renames(), (x, x.sin()), None, precision_named("fp32"))
+
+
+def test_a_distributed_module_is_its_own() -> None:
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        captured = capture(module, (torch.randn(2, 8),), None, precision_named("fp32"))
+    finally:
+        distributed.destroy_process_group()
+    assert "weight" in captured.model.graph.initializers
 
 
 class Conditional(nn.Module):
@@ -179,6 +245,32 @@ def test_what_is_returned_must_be_tensors(results: Any, found: str) -> None:
 class Conjugate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.view_as_complex(x).conj()
+
+
+class Noise(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.randn_like(weight)
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.orthogonal, parametrizations.spectral_norm])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parametrized_weights_are_constants(parametrize: Any, precision: str) -> None:
+    layer: Any = nn.Linear(8, 8)
+    module, tied = nn.Sequential(parametrize(layer), nn.Linear(8, 8)), layer.parametrizations.weight.original
+    module[1].weight = tied
+    x, expected = torch.randn(3, 8), module.eval()(torch.ones(3, 8))
+    captured = capture(module.train(), (x,), None, precision_named(precision))
+    assert all(value.const_value is not None for value in captured.model.graph.initializers.values())
+    exact = captured.exact({"input": x.numpy()})["output"]
+    torch.testing.assert_close(torch.from_numpy(exact), module.eval()(x).double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(module(torch.ones(3, 8)), expected, rtol=0, atol=0)  # it is as it was
+
+
+def test_a_parametrization_that_is_random_is_refused() -> None:
+    layer = nn.Linear(8, 8)
+    register_parametrization(layer, "weight", Noise())
+    with pytest.raises(CaptureError, match="draws random numbers"):
+        capture(layer, (torch.randn(2, 8),), None, precision_named("fp32"))
 
 
 def check(module: nn.Module, rtol: float = 0, atol: float = 0) -> None:

@@ -1,5 +1,5 @@
-"""`scaled_dot_product_attention` on any number of dims and with dims that broadcast, `flatten`, `unflatten` and
-`grouped_mm`."""
+"""`scaled_dot_product_attention` on any number of dims and with dims that broadcast, views, numbers that are
+replaced by index, and `grouped_mm`."""
 
 from __future__ import annotations
 
@@ -83,6 +83,19 @@ def test_grouped_key_heads(leading: Shape) -> None:
     assert form is not None and "key heads 2" in form
 
 
+def put(x: Tensor, where: list[Tensor | None], values: float | Tensor) -> Tensor:
+    """`x` with `x[where] = values`, where None is all of a dim."""
+    result: Tensor = torch.ops.aten.index_put(x, where, torch.as_tensor(values))
+    return result
+
+
+def upper(x: Tensor) -> Tensor:
+    """A mask of tokens and rows."""
+    return torch.arange(x.shape[1])[:, None] < torch.arange(x.shape[2])
+
+
+ROW = torch.arange(32.0)
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads apart": lambda x: torch.unflatten(x, -1, (4, 8)),
     "the rest": lambda x: torch.unflatten(x, -1, (4, -1)),
@@ -115,6 +128,12 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "every third replaced": lambda x: x.slice_scatter(x[..., ::3] + 1, 3, 0, 32, 3),
     "samples replaced": lambda x: x.slice_scatter(x[:1] + 1, 0, 0, 1) if x.shape[0] else x,
     "divided, rounding down": lambda x: x // 3 + x.long() // 3 + x.long() // -2,
+    "a number where tokens are even": lambda x: put(x, [None, torch.arange(x.shape[1]) % 2 == 0], 0.5),
+    "a number at some tokens and rows": lambda x: put(x, [None, upper(x)], torch.tensor([0.5])),
+    "a number where it is negative": lambda x: put(x, [x < 0], 0.5),
+    "a row at some tokens and rows": lambda x: put(x, [None, upper(x)], ROW),
+    "a row where the first number is negative": lambda x: put(x, [x[..., 0] < 0], ROW),
+    "added to nothing": lambda x: torch.addmm(ROW / 0, x[:, :, 0].flatten(0, 1), torch.eye(32), beta=0, alpha=2),
     "counted": lambda x: torch.histc(x.long().float(), bins=5, min=0, max=4),
     "counted between other ends": lambda x: torch.histc(x.long().float(), bins=5, min=-2, max=6),
     "counted by halves": lambda x: torch.histc(x * 0.5, bins=5, min=0, max=4),

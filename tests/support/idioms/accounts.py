@@ -401,6 +401,15 @@ class Unused(nn.Module):
         return x + table.mean(1) + self.one(x).softmax(-1)
 
 
+class UnusedOperator(Heads):
+    """An attention operator whose result is not used: torch.export keeps it, as it might draw random numbers."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x)
+        F.scaled_dot_product_attention(k, q, v)
+        return self.merged(F.scaled_dot_product_attention(q, k, v))
+
+
 class Classes(nn.Module):
     """Attention, the softmax of a classifier, and logarithms of another."""
 
@@ -448,6 +457,7 @@ ACCOUNTS: dict[type[nn.Module], tuple[list[str], list[str]]] = {
     Expectation: ([FORM], []),
     ExternalAttention: ([FORM], []),
     Unused: ([FORM], [WITHOUT_EFFECT, "runs over one element"]),
+    UnusedOperator: ([FORM], [WITHOUT_EFFECT]),
     Classes: ([FORM], [GATE]),
 }
 """The sites of every module, each by its reason or :data:`FORM`, and why its other softmaxes are no attention."""

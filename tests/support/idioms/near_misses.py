@@ -100,6 +100,16 @@ def relu_of_scores(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -
     return ((query @ key.mT * SCALE).relu().square() * allowed / key.shape[-2]) @ value
 
 
+def squares_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    return scores * scores @ value
+
+
+def scores_divided_by_their_total(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    return scores / (9 + scores.sum(-1, keepdim=True)) @ value
+
+
 def scale_by_key(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return ((query @ key.mT) * key.mean(-1).unsqueeze(-2).sigmoid()).softmax(-1) @ value
 
@@ -152,6 +162,8 @@ _REASONS: dict[Callable[..., Any], str] = {
     stable_softmax_with_one_more: "Exp computes the weights",
     sigmoid_of_scores: "Sigmoid computes the weights",
     relu_of_scores: "Relu computes the weights",
+    squares_of_scores: "Mul computes the weights",
+    scores_divided_by_their_total: "Div computes the weights",
     scale_by_key: "by a tensor that differs by key",
     talking_heads: "Einsum|inner product",
     talking_heads_on_both_sides: "MatMul mixes the attention weights",

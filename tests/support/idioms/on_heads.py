@@ -77,6 +77,12 @@ def bmm_over_batch_and_heads(query: Tensor, key: Tensor, value: Tensor) -> Tenso
 
 
 @on_heads()
+def einsum_with_a_scale(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.einsum("bhid,bhjd,->bhij", query, key, torch.tensor(SCALE, dtype=query.dtype)).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", weights, value)
+
+
+@on_heads(dynamic=True)
 def baddbmm_of_nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     batch, heads, tokens, dim = query.shape
     query, key, value = (t.reshape(batch * heads, -1, dim) for t in (query, key, value))
