@@ -15,6 +15,7 @@ from transformers.integrations import moe
 
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.graphs.execute import in_float64
+from attnforge.export.graphs.nodes import optional_input
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import PRECISIONS
@@ -185,3 +186,20 @@ def test_groups_have_matrices_of_their_own(precision: str) -> None:
         for results in (captured.exact({"x": x}), graph({"x": x})):
             (got,) = results.values()
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
+
+
+class Nothing(nn.Module):
+    """Scores that are added to memory that nothing wrote, times 0, as diffusers computes them without a mask."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        nothing = torch.empty(query.shape[0], query.shape[1], key.shape[1])
+        return torch.baddbmm(nothing, query, key.mT, beta=0, alpha=0.25).softmax(-1) @ value
+
+
+def test_scores_that_are_added_to_nothing_have_no_mask() -> None:
+    tokens = {name: {1: Dim("tokens", min=2, max=64)} for name in ("query", "key", "value")}
+    captured = capture(Nothing(), torch.randn(3, 2, 5, 16).unbind(0), tokens, PRECISIONS["fp32"])
+    (site,) = canonicalize(captured.model).sites
+    assert site.form is not None and "mask" not in site.form
+    (node,) = (node for node in captured.model.graph if node.op_type == "Attention")
+    assert optional_input(node, 3) is None
