@@ -174,6 +174,7 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
         silent_rows_are_nan=a.silent_rows_are_nan,
     )  # fmt: skip
     if nan and a.mask is not None:
+        result.name = f"{name}/without NaN"  # the site's value gets the name of the node's output
         result = like(op.Where(any_key(op, a.mask), result, constant(op, math.nan, a.dtype)), result)
     return a.as_output(op, result, a.layout(*OUTPUT))
 

@@ -49,7 +49,7 @@ def test_manifest_says_what_is_there(small: DeploySmall) -> None:
     assert (manifest.name, manifest.precision, manifest.schema_version) == ("small", "fp16", SCHEMA_VERSION)
     assert manifest.files == {name: digest for name, digest in contents(bundle.path).items() if name != MANIFEST}
     assert {"canonical.onnx", "onnxruntime/model.onnx", "tensorrt/model.onnx"} <= set(manifest.files)
-    assert set(manifest.targets) == {"onnxruntime", "tensorrt_rtx"}
+    assert set(manifest.targets) == {"onnxruntime", "openvino", "tensorrt_rtx"}
     (engine,) = manifest.targets["tensorrt_rtx"].engines
     assert bundle.file(engine.file).stat().st_size == engine.size > 0
     assert manifest.tools["torch"] and manifest.tools["tensorrt_rtx"] == engine.version

@@ -290,15 +290,16 @@ def test_the_libraries_do_read_sparse_weights_of_other_files(tmp_path: Path) -> 
 def test_weights_in_openvinos_own_format_are_listed(copy: Path) -> None:
     """It reads its format under any model's name, with weights in a file next to it that the model does not name."""
     openvino = pytest.importorskip("openvino")
-    whole = openvino.Core().read_model(str(copy / CANONICAL))
-    openvino.save_model(whole, copy.parent / "canonical.xml", compress_to_fp16=False)
-    (copy.parent / "canonical.bin").rename(copy / "canonical.bin")
-    (copy.parent / "canonical.xml").rename(copy / CANONICAL)
-    (copy / f"{CANONICAL}.data").touch()  # the graph is given as a file
+    model = copy / "openvino" / "model.onnx"
+    whole = openvino.Core().read_model(str(model))
+    openvino.save_model(whole, copy.parent / "model.xml", compress_to_fp16=False)
+    (copy.parent / "model.bin").rename(model.with_name("model.bin"))
+    (copy.parent / "model.xml").rename(model)
+    model.with_name("model.onnx.data").touch()  # the graph is given as a file
     rewrite(copy)
-    openvino.Core().compile_model(str(copy / CANONICAL), "CPU")
-    edit(copy, lambda document: document["files"].pop("canonical.bin"))
-    with pytest.raises(BundleError, match=r"weights in 'canonical\.bin', which the manifest does not list"):
+    openvino.Core().compile_model(str(model), "CPU")
+    edit(copy, lambda document: document["files"].pop("openvino/model.bin"))
+    with pytest.raises(BundleError, match=r"weights in 'model\.bin', which the manifest does not list"):
         attnforge.load(copy, "openvino")
 
 

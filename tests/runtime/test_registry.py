@@ -407,4 +407,6 @@ def test_every_backend_has_a_file_of_a_bundle(small: Callable[[str], Bundle]) ->
     assert model_of("fp32", "onnxruntime-tensorrt") == model_of("fp32", "tensorrt_rtx") == "tensorrt/model.onnx"
     assert model_of("fp32", "onnxruntime-cuda") == model_of("fp32", "onnxruntime-cpu") == "onnxruntime/model.onnx"
     assert model_of("fp16", "onnxruntime-cuda") == "onnxruntime/model.cuda.onnx"
-    assert model_of("fp32", "openvino") == "canonical.onnx"
+    assert model_of("fp32", "openvino") == "openvino/model.onnx"
+    without = small("fp32").manifest.model_copy(update={"targets": {}})
+    assert backends.REGISTRY["openvino"].model(without) == "canonical.onnx"
