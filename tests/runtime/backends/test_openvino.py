@@ -90,8 +90,8 @@ def test_the_cause_of_an_error_is_kept(encoder: Bundle, monkeypatch: pytest.Monk
 def test_the_number_of_shapes_compiled_for_is_bounded(encoder: Bundle) -> None:
     with attnforge.load(encoder, "openvino") as session:
         weights = session.memory.weights or 0
-        for _ in range(3):
-            for tokens in range(1, openvino.SPECIALIZED + 4):
+        for tokens in range(1, openvino.SPECIALIZED + 4):
+            for _ in range(3):
                 session.run(feeds_of(encoder, batch=1, tokens=tokens))
         assert session.memory.weights == (1 + openvino.SPECIALIZED) * weights
         backend = session._backend
@@ -100,6 +100,17 @@ def test_the_number_of_shapes_compiled_for_is_bounded(encoder: Bundle) -> None:
         for tokens in range(openvino.SPECIALIZED + 4, 0, -1):
             session.run(feeds_of(encoder, batch=1, tokens=tokens))
         assert backend._special == kept  # no entry was evicted
+
+
+def test_shapes_that_take_turns_are_compiled_for_once_they_are_frequent(encoder: Bundle) -> None:
+    with attnforge.load(encoder, "openvino") as session:
+        weights = session.memory.weights
+        for call in range(3 * openvino.OFTEN):
+            assert session.memory.weights == weights, f"after {call} calls"
+            session.run(feeds_of(encoder, batch=1, tokens=2 + call % 3))
+            if session.memory.weights != weights:
+                break
+        assert call == 3 * (openvino.OFTEN - 1)
 
 
 def test_many_threads_get_their_own_answers(encoder: Bundle) -> None:
