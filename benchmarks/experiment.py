@@ -33,8 +33,8 @@ MODULES = {
     **{
         name: f"benchmarks.experiments.{name.replace('-', '_')}"
         for name in (
-            "suite", "fusion", "scaling", "overhead", "masks", "mask-plans", "decoding", "eight-bits", "real-sizes",
-            "deploy-costs", "false-alarms", "matrix", "triton-models", "triton-load", "ray-load",
+            "suite", "fusion", "scaling", "overhead", "masks", "mask-plans", "decoding", "eight-bits", "embeddings",
+            "real-sizes", "deploy-costs", "false-alarms", "matrix", "triton-models", "triton-load", "ray-load",
         )
     },
     "polygraphy": "tests.support.polygraphy",
