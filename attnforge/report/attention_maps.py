@@ -317,7 +317,7 @@ class FusedOperator:
         inputs: names of the inputs.
         query: name of the query.
         without_batch: names of masks without a dim for samples.
-        band: band of an operator whose samples are blocks of tokens; else None.
+        band: band of an operator whose samples or heads are blocks of tokens; else None.
     """
 
     model: ir.Model
@@ -364,7 +364,8 @@ def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, size
     """Return the map of a site from one operator for all heads, or one per head."""
     parts = [operator.weights(tensors, samples) for operator in operators]
     if (band := operators[0].band) is not None:
-        return of_all_pairs(parts[0], band, sizes[1])
+        are_heads = tensors[operators[0].query].ndim == 4  # blocks are heads, and heads are samples
+        return of_all_pairs(parts[0].swapaxes(0, 1) if are_heads else parts[0], band, sizes[1])
     maps = np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
     return maps[..., : sizes[2]]  # a cache has more slots, which no query sees
 

@@ -233,12 +233,14 @@ class Attention:
         """The attention of a part of the queries and keys, where the mask alone says which pairs are visible.
 
         Args:
-            sizes: sizes of the dims that differ from this attention's, by name.
+            sizes: sizes of the dims that differ from this attention's, by name; `H` is for keys and values too.
             operands: query, key and value, laid out as `B` and `ends`.
             mask: `(B or 1, H or 1, n_q, n_k)`; None if every query sees every key.
             ends: :data:`SIDE_BY_SIDE` or :data:`HEADS_FIRST`.
         """
-        others = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
+        others: dict[str, Dims] = {name: () if size == ONE else (Axis(size),) for name, size in sizes.items()}
+        if "H" in others:
+            others["H_kv"] = others["H"]
         axes = SiteAxes({**self.axes.dims, **others})
         *layouts, output = (axes.layout("B", *dims) for dims in ends)
         query, key, value = (

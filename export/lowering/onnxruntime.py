@@ -497,11 +497,14 @@ def _in_blocks(op: Builder, a: Attention, name: str, width: int) -> ir.Value:
 
 
 def _attended(op: Builder, part: Attention, name: str, metadata: Mapping[str, str] | None = None) -> ir.Value:
-    """The standard operator on some queries and keys, laid out as `B` and `SIDE_BY_SIDE`."""
+    """The standard operator on some queries and keys, laid out as `B` and `SIDE_BY_SIDE`, or with heads apart."""
     inputs = [operand.value for operand in part.operands]
     if part.mask is not None:
         inputs.append(cast(op, _bias(op, part, part.mask), part.dtype))
-    result = op.op("Attention", inputs, part.attributes("q_num_heads"), name=name, metadata_props=dict(metadata or {}))
+    attributes = part.attributes("q_num_heads")
+    if len(part.query.layout) == 4:
+        attributes = {name: number for name, number in attributes.items() if not name.endswith("num_heads")}
+    result = op.op("Attention", inputs, attributes, name=name, metadata_props=dict(metadata or {}))
     return typed(result, part.dtype, _dims(part.output.layout))
 
 

@@ -267,7 +267,7 @@ def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.Da
 def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:
     if recipe.width is not None:
         of_block = replace(recipe, width=None)
-        return in_blocks(op, a, recipe.width, lambda block, i: _emit(op, block, of_block, site, i))
+        return in_blocks(op, a, recipe.width, lambda block, i: _emit(op, block, of_block, site, i), as_heads=False)
     if recipe.steps > 1:
         return in_causal_blocks(op, a, recipe.steps, lambda block, i: _emit_one(op, block, recipe, softmax_of(site, i)))
     return _emit_one(op, a, recipe, softmax_of(site, part))

@@ -117,26 +117,30 @@ CAUSAL_PREFIXES = {"causal": 0, "causal and padded": 0, "causal and prefix": 5, 
 TRIANGLES = ("causal", "causal and padded", "causal and biased")
 
 
-def inputs(batch: int, tokens: int) -> tuple[Tensor, ...]:
+SHARED = ("padded", "biased", "padded chunks", "biased chunks", "first queries", "global", "padded global")
+"""Bands whose blocks are samples: their mask differs by sample or head, or the first queries see all keys."""
+
+
+def inputs(batch: int, tokens: int, key_heads: int = 2) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(batch * 1000 + tokens)
-    operands = [torch.randn(batch, tokens, heads * SIZE, generator=generator) for heads in (4, 2, 2)]
+    operands = [torch.randn(batch, tokens, heads * SIZE, generator=generator) for heads in (4, key_heads, key_heads)]
     padding = torch.rand(batch, tokens, generator=generator) < 0.7
     padding[0, tokens // 4 : tokens // 4 + 80] = False  # fully masked rows
     return *operands, padding, torch.randn(1, 4, tokens, tokens, generator=generator)
 
 
 @functools.cache
-def exported() -> Captured:
+def exported(key_heads: int = 2) -> Captured:
     batch, tokens = Dim("batch", min=1, max=4), Dim("tokens", min=1, max=2048)
     shapes = {**{name: {0: batch, 1: tokens} for name in NAMES[:-1]}, "bias": {2: tokens, 3: tokens}}
-    captured = capture(Windows(*BANDS, *NO_BANDS), inputs(2, 90), shapes, precision_named("fp32"))
+    captured = capture(Windows(*BANDS, *NO_BANDS), inputs(2, 90, key_heads), shapes, precision_named("fp32"))
     captured.model.graph.sort()
     return captured
 
 
 @functools.cache
-def truth(name: str, batch: int, tokens: int) -> Array:
-    query, key, value, padding, bias = inputs(batch, tokens)
+def truth(name: str, batch: int, tokens: int, key_heads: int = 2) -> Array:
+    query, key, value, padding, bias = inputs(batch, tokens, key_heads)
     answer: Array = Windows(name)(query.double(), key.double(), value.double(), padding, bias.double())[name].numpy()
     return answer
 
@@ -157,9 +161,10 @@ def form_of(band: Band, nearly: int) -> str:
     return f"Attention, blocks of {width} × {band.first_keys + width + band.span}{first}"
 
 
+@pytest.mark.parametrize("key_heads", [2, 4])
 @pytest.mark.parametrize("width", BLOCKS)
-def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
-    model = exported().model.clone()
+def test_the_same_function_at_any_number_of_tokens(width: int, key_heads: int) -> None:
+    model = exported(key_heads).model.clone()
     for site, attention in list(attentions(model, canonicalize(model).sites)):
         if attention.band is not None:
             form = form_of(attention.band, width)
@@ -169,12 +174,14 @@ def test_the_same_function_at_any_number_of_tokens(width: int) -> None:
     outputs = {str(value.name): value for value in model.graph.outputs}
     model.graph.outputs[:] = [outputs[name] for name in BANDS]
     RemoveUnusedNodesPass()(model)
+    ranks = [len(node.inputs[0].shape) for node in model.graph if node.op_type == "Attention" and node.metadata_props]
+    assert ranks == [3 if key_heads == 2 or name in SHARED else 4 for name in BANDS]
     session = session_of(model)
     for batch, tokens in ((1, 1), (2, 13), (1, width - 1), (3, width), (1, width + 1), (2, 2 * width + 31)):
-        feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens)), strict=True))
+        feeds = dict(zip(NAMES, map(Tensor.numpy, inputs(batch, tokens, key_heads)), strict=True))
         results = session.run(None, feeds)
         for name, result in zip(BANDS, results, strict=True):
-            expected = truth(name, batch, tokens)
+            expected = truth(name, batch, tokens, key_heads)
             assert result.shape == expected.shape
             assert np.linalg.norm(result - expected) <= 1e-6 * np.linalg.norm(expected), (name, batch, tokens)
 

@@ -44,6 +44,7 @@ class Blocks:
         rows: `(blocks, wide)`, the keys of each block.
         rest: `(batch, blocks, 1, width, wide)`, the rest of the mask, if it is more than a band.
         mask: the whole mask, by sample and block.
+        axis: the dim of the output that has the blocks: the samples', or the heads'.
     """
 
     def __init__(self, g: Graph) -> None:
@@ -62,7 +63,10 @@ class Blocks:
         begin = producer(producer(required(producer(wanted).inputs[0])).inputs[0])
         self.first = required(begin.inputs[1])
         self.mask = required(self.fill.inputs[0])
-        seen = producer(producer(producer(self.mask).inputs[0]).inputs[0])
+        seen = producer(self.mask)
+        self.axis = int(seen.op_type == "Squeeze")
+        while seen.op_type in ("Reshape", "Expand", "Squeeze"):
+            seen = producer(seen.inputs[0])
         self.rest = required(seen.inputs[0]) if seen.op_type == "And" else None
         if self.rest is not None:
             seen = producer(seen.inputs[1])
@@ -140,10 +144,18 @@ def of_block(part: str, build: Build) -> Alter:
         blocks = Blocks(g)
         if part == "keys" or part == "values":
             g.before(getattr(blocks, part), 1, build)
-        elif part == "output":
-            g.after(blocks.output, build)
         else:
             g.after(required(getattr(blocks, part)), build)
+
+    return alter
+
+
+def of_output(build: Callable[[int], Build]) -> Alter:
+    """Apply what `build` returns for the dim of the blocks to their output."""
+
+    def alter(g: Graph) -> None:
+        blocks = Blocks(g)
+        g.after(blocks.output, build(blocks.axis))
 
     return alter
 
@@ -153,11 +165,15 @@ def moved(axis: int) -> Build:
     return lambda op, x: rolled(op, x, axis)
 
 
-def last_block_lost(op: Builder, rows: ir.Value) -> ir.Value:
-    """Set the output of the last block to zeros."""
-    kept = op.Slice(rows, constant(op, [0]), constant(op, [-1]), constant(op, [0]))
-    last = op.Slice(rows, constant(op, [-1]), constant(op, [2**31]), constant(op, [0]))
-    return op.Concat(kept, op.Mul(last, constant(op, 0.0, rows.dtype or ir.DataType.FLOAT)), axis=0)
+def last_lost(axis: int) -> Build:
+    """Set the last along an axis to zeros."""
+
+    def build(op: Builder, rows: ir.Value) -> ir.Value:
+        kept = op.Slice(rows, constant(op, [0]), constant(op, [-1]), constant(op, [axis]))
+        last = op.Slice(rows, constant(op, [-1]), constant(op, [2**31]), constant(op, [axis]))
+        return op.Concat(kept, op.Mul(last, constant(op, 0.0, rows.dtype or ir.DataType.FLOAT)), axis=axis)
+
+    return build
 
 
 def fill(number: float) -> Alter:
@@ -248,8 +264,8 @@ IN_BLOCKS: Family = [
     ("ends-seen", "copies of the ends' keys are seen", there(None), WINDOWS),
     ("start-seen", "copies of the first key are seen", there(1), WINDOWS),
     ("end-seen", "copies of the last key are seen", there(0), WINDOWS),
-    ("block-lost", "a block too few", of_block("output", last_block_lost), WINDOWS),
-    ("blocks-moved", "every block replaces the one before", of_block("output", moved(0)), WINDOWS),
+    ("block-lost", "a block too few", of_output(last_lost), WINDOWS),
+    ("blocks-moved", "every block replaces the one before", of_output(moved), WINDOWS),
     ("keys-of-first-block", "all blocks have the first one's keys", of_block("keys", first_along(0)), WINDOWS),
     ("keys-moved", "every block has the keys of the next", of_block("keys", moved(0)), WINDOWS),
     ("values-moved", "values one ahead of the keys", of_block("values", moved(1)), WINDOWS),
