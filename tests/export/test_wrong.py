@@ -435,6 +435,12 @@ def test_frozen_sizes_show_at_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch
     assert wrong is not None and wrong.operator in ("aten.mul.Tensor", "aten.scalar_tensor.default")
 
 
+def test_a_size_that_the_exporter_freezes_is_found_at_another_and_named() -> None:
+    module = Function(lambda x: x.reshape(int(x.shape[0] / 0.5), 3, -1).mT.reshape(x.shape)).eval()
+    wrong = departure(capture(module, (X,), {"x": {0: Dim("samples", min=1, max=9)}}, FP32))
+    assert wrong is not None and "differs from the module's with x [3, 6, 16]: " in wrong.evidence
+
+
 @pytest.mark.parametrize(
     ("function", "assumed"),
     [
