@@ -63,9 +63,11 @@ def scalar(value: ir.Value | None) -> float | None:
     if node.op_type == "ConstantOfShape":
         filled = node.attributes.get("value")
         return float(filled.as_tensor().numpy().reshape(())) if filled is not None else 0.0
-    if node.op_type == "Cast" and (number := scalar(node.inputs[0])) is not None and value.dtype is not None:
+    if node.op_type in ("Cast", "Mul") and value.dtype is not None:
+        numbers = [number for operand in node.inputs if (number := scalar(operand)) is not None]
         with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.asarray(number).astype(value.dtype.numpy()).astype(np.float64))
+            number = np.prod(numbers).astype(value.dtype.numpy()).astype(np.float64)
+        return float(number) if len(numbers) == len(node.inputs) else None
     return scalar(node.inputs[0]) if is_op(node, *VIEWS, "Expand") else None
 
 

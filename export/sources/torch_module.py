@@ -195,7 +195,8 @@ def _program(
     copies: Sequence[nn.Module], args: Sequence[Tensor], names: list[str], outputs: list[str], shapes: Any
 ) -> Any:
     """The program of the first copy of a module that torch exports. One that was called may keep tables of the
-    example's sizes, of which one that was not called computes those of any sizes.
+    example's sizes, of which one that was not called computes those of any sizes. What is written to a tensor's `data`
+    is written to the tensor, which torch does not trace: to it, `data` is a constant.
 
     Raises:
         CaptureError: torch exports none.
@@ -204,6 +205,7 @@ def _program(
     for other in others:
         with suppress(CaptureError):
             return _program([other], args, names, outputs, shapes)
+    Tensor.data = property(Tensor.detach, torch._C.TensorBase.data.__set__)  # type: ignore[assignment,attr-defined]
     try:
         program = torch.onnx.export(
             last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
@@ -214,6 +216,9 @@ def _program(
         optimise(program.model)
     except Exception as error:
         raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(error)}") from error
+    finally:
+        with suppress(AttributeError):  # another thread exported, too
+            del Tensor.data
     return program
 
 
@@ -343,7 +348,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     if dynamic_shapes is None:
         return {}
     if not isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = dict(zip(names, dynamic_shapes, strict=False))
+        dynamic_shapes = dict(zip(names, _listed(dynamic_shapes), strict=False))
     if unknown := sorted({*map(str, dynamic_shapes)} - {*names}):
         raise CaptureError(f"dynamic_shapes names {', '.join(unknown)}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
@@ -352,7 +357,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     """The dims of one input: an int for a fixed dim, else the range of the Dim that is declared for it."""
     if not isinstance(shapes, Mapping):
-        shapes = dict(enumerate(shapes or ()))
+        shapes = dict(enumerate(_listed(shapes or ())))
     if unknown := [dim for dim in shapes if dim not in range(arg.dim())]:
         raise CaptureError(f"dynamic_shapes has dim {unknown[0]} of {name!r}, whose dims are 0 to {arg.dim() - 1}")
     dims: Dims = []
@@ -378,6 +383,12 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
             )
         dims.append(DimSpec(symbol=root.__name__, factor=factor, min=low, opt=size, max=high))
     return dims
+
+
+def _listed(shapes: Any) -> Any:
+    if not isinstance(shapes, Sequence):
+        raise CaptureError(f"dynamic_shapes has {shapes!r} in place of a {{dim: torch.export.Dim}} for each input")
+    return shapes
 
 
 def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, Dims]) -> None:
