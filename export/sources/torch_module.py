@@ -151,9 +151,9 @@ def capture(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
                 "it draws random numbers or keeps state between calls; disable dropout outside training"
             )
-        if (kept := _kept_from_first_call(copied, at_precision(uncalled, precision), cast, dtype)) is not None:
+        if (changed := _kept_from_first_call(copied, at_precision(uncalled, precision), cast, dtype)) is not None:
             raise CaptureError(
-                f"{type(module).__name__} returns a different {kept} if it was called with other inputs before: it "
+                f"{type(module).__name__} returns a different {changed} if it was called with other inputs before: it "
                 "keeps state between calls, such as what it computed from its first inputs; compute that in every call"
             )
         for name, arg in zip(names, cast, strict=True):

@@ -193,7 +193,8 @@ class KeepsAsManyPositions(nn.Module):
 class KeepsPositionsOfItsTokens(nn.Module):
     """Keeps positions for the number of tokens that it was called with, and makes others for another number."""
 
-    tokens, positions = 0, None
+    tokens = 0
+    positions: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] != self.tokens:
