@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -63,9 +64,11 @@ def scalar(value: ir.Value | None) -> float | None:
     if node.op_type == "ConstantOfShape":
         filled = node.attributes.get("value")
         return float(filled.as_tensor().numpy().reshape(())) if filled is not None else 0.0
-    if node.op_type == "Cast" and (number := scalar(node.inputs[0])) is not None and value.dtype is not None:
+    if node.op_type in ("Cast", "Mul") and value.dtype is not None:
+        factors = [factor for operand in node.inputs if (factor := scalar(operand)) is not None]
         with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.asarray(number).astype(value.dtype.numpy()).astype(np.float64))
+            rounded = np.asarray(prod(factors)).astype(value.dtype.numpy()).astype(np.float64)
+        return float(rounded) if len(factors) == len(node.inputs) else None
     return scalar(node.inputs[0]) if is_op(node, *VIEWS, "Expand") else None
 
 

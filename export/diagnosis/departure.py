@@ -85,9 +85,8 @@ def _departure_at(source: Captured, case: Case) -> Wrong | None:
     except CaptureError as error:  # integers that small sizes do not support; then the example is used
         raise _NotRunError from error
     truth = {name: to_numpy(name, value) for name, value in exact.items()}
-    given = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     try:
-        with raised_as(BuildError, f"the exported graph does not run with {given}", passing=(OSError,)):
+        with raised_as(BuildError, f"the exported graph does not run with {_shapes(inputs)}", passing=(OSError,)):
             got = _graph(source.model, inputs)
     except BuildError as error:  # such as a frozen size
         return Wrong(cause="export", stage="plain", evidence=str(error))
@@ -141,11 +140,16 @@ def _missed(
     return next((comparison for comparison in judged if not comparison.passed and not comparison.overflowed), None)
 
 
+def _shapes(inputs: Mapping[str, Array]) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+
+
 def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) -> Wrong | None:
     """The first tensor in which a graph that misses the budget differs from the module; None if that is a constant
     which the bundle's precision rounds, because eager may add a number to 16-bit ones in fp32."""
+    given = _shapes(inputs)
     summary = (
-        f"in float64, {missed.output} of the exported graph differs from the module's on {missed.case}: {missed.reason}"
+        f"in float64, {missed.output} of the exported graph differs from the module's with {given}: {missed.reason}"
     )
     program = source.program
     if program is None:

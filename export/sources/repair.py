@@ -66,6 +66,7 @@ _RULES = [
             *("remove_optional_bias_from_conv_transpose", "remove_optional_bias_from_gemm"),
         )
     ),
+    *rules.expand_before_binary_op_rules,
 ]
 
 

@@ -7,7 +7,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -48,6 +48,9 @@ DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 FIRST_LOW, FIRST_HIGH = 47_468, 411_202
 """Seeds after which the first numbers of Python's and NumPy's generators are below 0.002, and above 0.998: a module
 that drops a layer at random drops it after one of them."""
+
+KEPT_ERROR = 2.0**-5
+"""Relative to an output's largest number, how far rounding may change it in 16 bits."""
 
 RECURRENT = ("GRU", "LSTM", "RNN")
 """Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
@@ -138,6 +141,7 @@ def capture(
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
+        uncalled = at_precision(copied, precision)
         with _seeded(FIRST_LOW):
             answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
         with _seeded(FIRST_HIGH), counted(copied) as ran:
@@ -147,21 +151,18 @@ def capture(
                 f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
                 "it draws random numbers or keeps state between calls; disable dropout outside training"
             )
+        if (changed := _kept_from_first_call(copied, at_precision(uncalled, precision), cast, dtype)) is not None:
+            raise CaptureError(
+                f"{type(module).__name__} returns a different {changed} if it was called with other inputs before: it "
+                "keeps state between calls, such as what it computed from its first inputs; compute that in every call"
+            )
         for name, arg in zip(names, cast, strict=True):
             if name in answers[0] and not _is_same(answers[0][name], arg):
                 raise CaptureError(
                     f"{type(module).__name__} returns {name!r}, which is an input too; rename one of them"
                 )
-        try:
-            program = torch.onnx.export(
-                copied, cast, dynamo=True, opset_version=OPSET, dynamic_shapes=in_signature,
-                verbose=False, input_names=names, output_names=list(answers[0]), optimize=False,
-                custom_translation_table=translations(),
-            )  # fmt: skip
-            assert program is not None
-            optimise(program.model)
-        except Exception as error:
-            raise CaptureError(f"torch cannot export {type(module).__name__}: {_why(error)}") from error
+        is_dynamic = any(isinstance(dim, DimSpec) for declared in dims.values() for dim in declared)
+        program = _program((uncalled, copied) if is_dynamic else (copied,), cast, names, list(answers[0]), in_signature)
     model = program.model
     for value, name in zip(model.graph.outputs, answers[0], strict=True):
         value.name = name  # a value that is returned twice has the last of its names
@@ -188,6 +189,37 @@ def capture(
         model, copied, cast, inputs, outputs, precision, exported,
         without_effect=missing(ran, used | kept), lost=missing(used, kept),
     )  # fmt: skip
+
+
+def _program(
+    copies: Sequence[nn.Module], args: Sequence[Tensor], names: list[str], outputs: list[str], shapes: Any
+) -> Any:
+    """The program of the first copy of a module that torch exports. One that was called may keep tables of the
+    example's sizes, of which one that was not called computes those of any sizes. What is written to a tensor's `data`
+    is written to the tensor, which torch does not trace: to it, `data` is a constant.
+
+    Raises:
+        CaptureError: torch exports none.
+    """
+    *others, last = copies
+    for other in others:
+        with suppress(CaptureError):
+            return _program([other], args, names, outputs, shapes)
+    Tensor.data = property(Tensor.detach, torch._C.TensorBase.data.__set__)  # type: ignore[assignment,attr-defined]
+    try:
+        program = torch.onnx.export(
+            last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
+            verbose=False, input_names=names, output_names=outputs, optimize=False,
+            custom_translation_table=translations(),
+        )  # fmt: skip
+        assert program is not None
+        optimise(program.model)
+    except Exception as error:
+        raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(error)}") from error
+    finally:
+        with suppress(AttributeError):  # another thread exported, too
+            del Tensor.data
+    return program
 
 
 @contextmanager
@@ -316,7 +348,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     if dynamic_shapes is None:
         return {}
     if not isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = dict(zip(names, dynamic_shapes, strict=False))
+        dynamic_shapes = dict(zip(names, _listed(dynamic_shapes), strict=False))
     if unknown := sorted({*map(str, dynamic_shapes)} - {*names}):
         raise CaptureError(f"dynamic_shapes names {', '.join(unknown)}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
@@ -325,7 +357,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     """The dims of one input: an int for a fixed dim, else the range of the Dim that is declared for it."""
     if not isinstance(shapes, Mapping):
-        shapes = dict(enumerate(shapes or ()))
+        shapes = dict(enumerate(_listed(shapes or ())))
     if unknown := [dim for dim in shapes if dim not in range(arg.dim())]:
         raise CaptureError(f"dynamic_shapes has dim {unknown[0]} of {name!r}, whose dims are 0 to {arg.dim() - 1}")
     dims: Dims = []
@@ -351,6 +383,12 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
             )
         dims.append(DimSpec(symbol=root.__name__, factor=factor, min=low, opt=size, max=high))
     return dims
+
+
+def _listed(shapes: Any) -> Any:
+    if not isinstance(shapes, Sequence):
+        raise CaptureError(f"dynamic_shapes has {shapes!r} in place of a {{dim: torch.export.Dim}} for each input")
+    return shapes
 
 
 def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, Dims]) -> None:
@@ -389,6 +427,27 @@ def _check_symbolic(value: ir.Value, dims: Dims) -> None:
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two outputs are bitwise equal; NaN is equal to NaN."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _kept_from_first_call(
+    called: nn.Module, uncalled: nn.Module, args: Sequence[Tensor], dtype: torch.dtype
+) -> str | None:
+    """The first output that differs, of the reversed example, between a module that was called with the example and a
+    copy that was not; None also if the module does not take the reversed example."""
+    others = [arg.flip(tuple(range(arg.dim()))) for arg in args]
+    try:
+        expected = outputs_of(uncalled, [arg.clone() for arg in others], dtype)
+    except CaptureError:
+        return None
+    answers = outputs_of(called, [arg.clone() for arg in others], dtype)
+    return next((name for name, first in expected.items() if not _is_close(first, answers[name])), None)
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are equal but for rounding, which may differ where one was computed from kept results."""
+    a, b = a.double(), b.double()
+    largest = a.nan_to_num(0, 0, 0).abs().amax() if a.numel() else 0.0
+    return a.shape == b.shape and torch.allclose(a, b, KEPT_ERROR, KEPT_ERROR * float(largest), equal_nan=True)
 
 
 def _why(error: BaseException) -> str:

@@ -152,6 +152,68 @@ def test_a_module_with_state_is_refused() -> None:
         capture(Counts().eval(), (X,), None, FP32)
 
 
+class KeepsKeys(nn.Module):
+    """Attends to the keys of its first call, as decoders do whose encoder ran once."""
+
+    keys: Tensor | None = None
+
+    def forward(self, query: Tensor, source: Tensor) -> Tensor:
+        if self.keys is None:
+            self.keys = source.tanh()
+        return (query @ self.keys.mT).softmax(-1) @ source
+
+
+def test_a_module_that_keeps_results_of_its_first_inputs_is_refused() -> None:
+    with pytest.raises(CaptureError, match="if it was called with other inputs before: it keeps state between calls"):
+        capture(KeepsKeys().eval(), (X, X.cos()), None, FP32)
+
+
+class KeepsPositions(nn.Module):
+    """Keeps what it computes from the sizes of its inputs alone."""
+
+    positions: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None:
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return x * self.positions
+
+
+class KeepsAsManyPositions(nn.Module):
+    """Keeps positions for as many tokens as it was called with, and makes more for more tokens."""
+
+    positions: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None or x.shape[1] > len(self.positions):
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return x * self.positions[: x.shape[1]]
+
+
+class KeepsPositionsOfItsTokens(nn.Module):
+    """Keeps positions for the number of tokens that it was called with, and makes others for another number."""
+
+    tokens = 0
+    positions: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.tokens:
+            self.tokens, self.positions = x.shape[1], torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return x * self.positions
+
+
+def test_a_module_that_keeps_what_does_not_depend_on_its_inputs_is_captured() -> None:
+    capture(KeepsPositions().eval(), (X,), None, FP32)
+
+
+@pytest.mark.parametrize("module", [KeepsAsManyPositions(), KeepsPositionsOfItsTokens()])
+def test_tables_that_a_module_keeps_for_its_sizes_do_not_fix_them(module: nn.Module, tmp_path: Path) -> None:
+    shapes = ({1: Dim("tokens", min=2, max=32)},)
+    attnforge.deploy(module.eval(), (X,), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(attnforge.load(tmp_path / "b")(x), x * torch.arange(9.0)[:, None])
+
+
 class Warm(nn.Module):
     """Computes something else after some calls."""
 
@@ -372,6 +434,12 @@ def test_frozen_sizes_show_at_the_smallest_sizes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_module, "optimise", frozen)
     wrong = departure(capture(module, (X,), sizes, FP32))
     assert wrong is not None and wrong.operator in ("aten.mul.Tensor", "aten.scalar_tensor.default")
+
+
+def test_a_size_that_the_exporter_freezes_is_found_at_another_and_named() -> None:
+    module = Function(lambda x: x.reshape(int(x.shape[0] / 0.5), 3, -1).mT.reshape(x.shape)).eval()
+    wrong = departure(capture(module, (X,), {"x": {0: Dim("samples", min=1, max=9)}}, FP32))
+    assert wrong is not None and "differs from the module's with x [3, 6, 16]: " in wrong.evidence
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ def test_a_script_within_a_module_is_refused_in_one_line() -> None:
         ({0: Dim("batch", max=4)}, "dynamic_shapes names 0; the inputs are input"),
         (({-2: Dim("batch", max=4)},), "dynamic_shapes has dim -2 of 'input', whose dims are 0 to 1"),
         (({2: Dim("batch", max=4)},), "dynamic_shapes has dim 2 of 'input', whose dims are 0 to 1"),
+        (3, "dynamic_shapes has 3 in place of"),
+        ((3,), "dynamic_shapes has 3 in place of"),
     ],
 )
 def test_dims_that_no_input_has(shapes: Any, words: str) -> None:

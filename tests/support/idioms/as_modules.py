@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.idioms.catalogue import HEAD_DIM, HEADS, SCALE, WIDTH, OnHeads, as_module
+from tests.support.idioms.catalogue import HEAD_DIM, HEADS, SCALE, SUMS_IN_16_BITS, WIDTH, OnHeads, as_module
 from tests.support.idioms.on_heads import heads_merged_after
 
 
@@ -183,7 +183,7 @@ class Pooling(nn.Module):
         return self.score(x).transpose(1, 2).softmax(-1) @ x
 
 
-@as_module(not_yet={"static": "in 16 bits the sum is of another type than its operands, so it is left as it is"})
+@as_module(not_yet={"static": SUMS_IN_16_BITS})
 class PoolingBySum(Pooling):
     """The same, with the product as a sum."""
 

@@ -19,6 +19,7 @@ from torch.export import Dim
 
 WIDTH, HEADS, HEAD_DIM, MAX_TOKENS = 64, 4, 16, 40
 SCALE = HEAD_DIM**-0.5
+SUMS_IN_16_BITS = "in 16 bits the sum is of another type than its operands, so it is left as it is"
 
 Form = Literal["dynamic", "static"]
 Sizes = tuple[int, int, int]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.idioms.catalogue import HEAD_DIM, HEADS, SCALE, WIDTH, on_heads
+from tests.support.idioms.catalogue import EXAMPLE, HEAD_DIM, HEADS, SCALE, SUMS_IN_16_BITS, WIDTH, on_heads
 
 
 @on_heads()
@@ -259,6 +259,27 @@ def fill_where_zero(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) 
 def where_allowed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     scores = query @ key.mT * SCALE
     return torch.where(allowed, scores, -math.inf).softmax(-1) @ value
+
+
+@on_heads(dynamic=True)
+def masked_through_data(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
+    scores = query @ key.mT * SCALE
+    scores.data.masked_fill_(padding[:, None, None], -math.inf)
+    return scores.softmax(-1) @ value
+
+
+@on_heads(dynamic=True, not_yet=dict.fromkeys(EXAMPLE, SUMS_IN_16_BITS))
+def sums_of_expanded_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    keys = key.unsqueeze(2).expand(-1, -1, query.shape[2], -1, -1)
+    weights = ((query.unsqueeze(3).expand_as(keys) * keys).sum(-1) * SCALE).softmax(-1)
+    values = value.unsqueeze(2).expand_as(keys)
+    return (weights.unsqueeze(-1).expand_as(values) * values).sum(-2)
+
+
+@on_heads(dynamic=True)
+def where_with_ones_times_a_number(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    scores = query @ key.mT * SCALE
+    return torch.where(allowed, scores, -1e4 * torch.ones_like(scores)).softmax(-1) @ value
 
 
 @on_heads()
