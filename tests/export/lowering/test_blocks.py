@@ -18,6 +18,7 @@ from torch.export import Dim
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.flops import product_flops
+from attnforge.export.graphs.nodes import rank_of
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import attentions
@@ -174,7 +175,7 @@ def test_the_same_function_at_any_number_of_tokens(width: int, key_heads: int) -
     outputs = {str(value.name): value for value in model.graph.outputs}
     model.graph.outputs[:] = [outputs[name] for name in BANDS]
     RemoveUnusedNodesPass()(model)
-    ranks = [len(node.inputs[0].shape) for node in model.graph if node.op_type == "Attention" and node.metadata_props]
+    ranks = [rank_of(node.inputs[0]) for node in model.graph if node.op_type == "Attention" and node.metadata_props]
     assert ranks == [3 if key_heads == 2 or name in SHARED else 4 for name in BANDS]
     session = session_of(model)
     for batch, tokens in ((1, 1), (2, 13), (1, width - 1), (3, width), (1, width + 1), (2, 2 * width + 31)):
