@@ -20,6 +20,17 @@ NARROW = ("bf16", "f16")
 LEAST = "-65504"
 """The least number of fp16."""
 
+PRECISE = """<net name="precise" version="11"><layers>
+<layer id="0" name="x" type="Parameter" version="opset1"><data shape="1" element_type="f32"/>
+<rt_info><attribute name="precise" version="0"/></rt_info><output><port id="0" precision="FP32"/></output></layer>
+<layer id="1" name="y" type="Result" version="opset1"><input><port id="0" precision="FP32"/></input></layer>
+</layers><edges><edge from-layer="0" from-port="0" to-layer="1" to-port="0"/></edges></net>"""
+"""A model whose parameter has OpenVINO's mark for nodes that stay in fp32; its Python API copies the mark, but does not
+make one."""
+
+UNMARKED = ("Constant", "MVN", "Parameter", "Result", "ScaledDotProductAttention")
+"""Nodes that keep no mark: OpenVINO reads bf16 norms as fp32, and its kernel of attention adds up in fp32 anyway."""
+
 
 def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
     """An `openvino.Model` that computes the same function as `model`, within rounding, with the same inputs and
@@ -37,6 +48,7 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
             scores_in_fp32(model)
     zeros_without_keys(model)
     heads_first(model)
+    fp32_stays(model)
     as_products(model)
     model.validate_nodes_and_infer_types()
     return widened(model) if widen else model
@@ -176,6 +188,27 @@ def swaps_apart(model: Any) -> None:
             last = _ints([len(order)])
             swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), _ints([*order, len(order)]))
             _replace(node, ops.squeeze(swapped, last))
+
+
+def fp32_stays(model: Any) -> None:
+    """Keep in fp32 what a bf16 model computes in fp32, such as angles and cumulative sums, which the hint would narrow.
+
+    OpenVINO reads Squeeze and Unsqueeze as a Reshape that loses the mark, so here they are one already.
+    """
+    nodes = [node for node in model.get_ordered_ops() if node.get_output_size()]
+    if not any(_kind(node.output(0)) == "bf16" for node in nodes):
+        return
+    mark = openvino.Core().read_model(PRECISE.encode(), b"").get_parameters()[0].get_rt_info()
+    for node in nodes:
+        if _kind(node.output(0)) != "f32" or node.get_type_name() in UNMARKED:
+            continue
+        if node.get_type_name() in ("Squeeze", "Unsqueeze"):
+            targets = node.output(0).get_target_inputs()  # before its shape is one of them
+            node = ops.reshape(node.input_value(0), ops.shape_of(node), False)
+            for target in targets:
+                target.replace_source_output(node.output(0))
+        for key, value in mark.items():
+            node.set_rt_info(value, key)
 
 
 def widened(model: Any) -> Any:

@@ -490,6 +490,32 @@ def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_
     assert report.passed, [(c.case, c.reason) for c in report.comparisons if not c.passed]
 
 
+class InFp32(nn.Module):
+    """A bf16 model with fp32 angles of timesteps, or running means."""
+
+    def __init__(self, computes: str) -> None:
+        super().__init__()
+        self.linear, self.computes = nn.Linear(32, 32), computes
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        if self.computes == "angles":
+            wide = (time.float()[:, None] * torch.arange(1, 33)).sin()[:, None]
+        else:
+            wide = x.float().cumsum(1) / (time[:, None, None] + torch.arange(x.shape[1])[:, None])
+        projected: Tensor = self.linear(x + wide.to(x.dtype))
+        return projected
+
+
+@pytest.mark.parametrize("computes", ["angles", "means"])
+def test_fp32_in_a_bf16_model_stays_fp32(computes: str, tmp_path: Path) -> None:
+    args, dims = (torch.randn(2, 300, 32) + 4, torch.tensor([7, 950])), {0: Dim("batch", min=1, max=4)}
+    bundle = attnforge.deploy(
+        InFp32(computes), args, tmp_path / "b", (dims, dims), "bf16", ["onnxruntime"], tune=False, cache=False
+    )
+    report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
+    assert report.passed, [(c.case, c.reason) for c in report.comparisons if not c.passed]
+
+
 @pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 1_700_000_000_000])
 def test_integers_beyond_32_bits_are_refused(number: int, tmp_path: Path) -> None:
     args = torch.randn(2, 8, 16), torch.tensor([5, 8])
