@@ -41,6 +41,8 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
     inputs = [(v, dtype) for v in graph.inputs if (dtype := v.dtype) in LOW and v not in wide]
     if not (inputs or outputs or any(v.dtype in LOW for v in graph.initializers.values())):
         return PassResult(model, False)
+    if any(v.dtype == ir.DataType.FLOAT16 for v in graph.initializers.values()):
+        _deepen_masks(graph)
     retype(model, LOW, FLOAT)
     for value, dtype in inputs:
         cast_input(graph, value, outside=dtype, inside=FLOAT)
@@ -48,6 +50,16 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
         if value.dtype == FLOAT:  # and not an input that is passed through
             cast_output(graph, value, dtype)
     return PassResult(model, True)
+
+
+def _deepen_masks(graph: ir.Graph) -> None:
+    """Make the least number of fp16 that of fp32 where it multiplies or fills a mask in fp32: the mask is rounded to
+    fp16 before it is added to scores, and must absorb them in fp32 too."""
+    for value in graph.initializers.values():
+        numbers = constant_of(value) if value.dtype == FLOAT else None
+        is_least = numbers is not None and numbers.size == 1 and float(numbers.reshape(())) == -65504
+        if is_least and all(is_op(node, "Mul", "Where") for node in value.consumers()):
+            value.const_value = ir.tensor(np.full_like(numbers, np.finfo(np.float32).min), name=value.name)
 
 
 def in_fp32(graph: ir.Graph, operators: Collection[str]) -> bool:

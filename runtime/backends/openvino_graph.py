@@ -219,16 +219,16 @@ def widened(model: Any) -> Any:
     minus infinity in an additive mask, becomes that of fp32: it must absorb any score in fp32 too.
     """
     inputs, outputs = ([port.get_element_type() for port in ports] for ports in (model.inputs, model.outputs))
-    for node in model.get_ordered_ops():
-        if not node.get_output_size() or _kind(node.output(0)) not in NARROW:
+    nodes = [node for node in model.get_ordered_ops() if node.get_output_size()]
+    kinds = NARROW if all(_kind(node.output(0)) != "f16" for node in nodes) else (*NARROW, "f32")
+    for node in nodes:
+        if _kind(node.output(0)) not in kinds:
             continue
         if node.get_type_name() == "Parameter":
             node.set_element_type(openvino.Type.f32)
         elif node.get_type_name() == "Constant":
             targets = node.output(0).get_target_inputs()  # before the conversion is one of them
-            is_least = list(node.get_output_shape(0)) == [] and node.get_value_strings() == [LEAST]
-            least = ops.constant(np.finfo(np.float32).min)
-            wide = (least if is_least else ops.convert(node, "f32")).output(0)
+            wide = (ops.constant(np.finfo(np.float32).min) if _is_least(node) else ops.convert(node, "f32")).output(0)
             for target in targets:
                 target.replace_source_output(wide)
         elif node.get_type_name() == "Convert":
@@ -240,6 +240,14 @@ def widened(model: Any) -> Any:
     for i, kind in enumerate(outputs):
         outside.output(i).tensor().set_element_type(kind)
     return outside.build()
+
+
+def _is_least(constant: Any) -> bool:
+    """Whether a constant is the least number of fp16; in fp32, only where it multiplies or fills a mask."""
+    if list(constant.get_output_shape(0)) or constant.get_value_strings() != [LEAST]:
+        return False
+    users = {target.get_node().get_type_name() for target in constant.output(0).get_target_inputs()}
+    return _kind(constant.output(0)) == "f16" or users <= {"Multiply", "Select"}
 
 
 def _replace(node: Any, by: Any) -> None:

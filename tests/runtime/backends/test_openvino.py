@@ -470,6 +470,8 @@ class ByHand(nn.Module):
         scores, kept = query @ key.mT * 8**-0.5, mask[:, None, None, :]
         if self.hides == "-inf":
             scores = scores.masked_fill(kept == 0, -torch.inf)
+        elif self.hides == "least, in fp32":
+            scores = scores + ((1 - kept.float()) * torch.finfo(x.dtype).min).to(x.dtype)
         else:
             scores = scores + (1 - kept.to(x.dtype)) * torch.finfo(x.dtype).min
         attended: Tensor = (scores.softmax(-1) @ key).transpose(1, 2).flatten(2)
@@ -477,7 +479,7 @@ class ByHand(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("hides", ["-inf", "least"])
+@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32"])
 def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_path: Path) -> None:
     """With padding, which may hide all keys of a sample."""
     args = torch.randn(2, 6, 32), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]])
