@@ -28,6 +28,9 @@ PRECISE = """<net name="precise" version="11"><layers>
 """A model whose parameter has OpenVINO's mark for nodes that stay in fp32; its Python API copies the mark, but does not
 make one."""
 
+LARGE = 100.0
+"""The factor from which a sum with a constant is kept apart from other constants (:func:`masks_apart`)."""
+
 UNMARKED = ("Constant", "MVN", "Parameter", "Result", "ScaledDotProductAttention")
 """Nodes that keep no mark: OpenVINO reads bf16 norms as fp32, and its kernel of attention adds up in fp32 anyway."""
 
@@ -48,6 +51,7 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
             scores_in_fp32(model)
     zeros_without_keys(model)
     heads_first(model)
+    masks_apart(model)
     fp32_stays(model)
     as_products(model)
     model.validate_nodes_and_infer_types()
@@ -190,6 +194,25 @@ def swaps_apart(model: Any) -> None:
             _replace(node, ops.squeeze(swapped, last))
 
 
+def masks_apart(model: Any) -> None:
+    """Keep constants that are added to an additive mask, such as a bias or causality at fixed sizes, apart from it.
+
+    OpenVINO compiles `(1 - x) * least + bias` to `x * -least + (least + bias)`, and the sum of constants absorbs the
+    bias.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Multiply":
+            continue
+        for shown, least in (node.input_values(), node.input_values()[::-1]):
+            inner = shown.get_node()
+            is_moved = inner.get_type_name() in ("Add", "Subtract") and any(
+                _number(x) is not None for x in inner.input_values()
+            )
+            if is_moved and abs(_number(least) or 0.0) >= LARGE:
+                users, zero = _users(node), _constant(0.0, _kind(shown))
+                _redirect(users, ops.select(ops.equal(shown, zero), zero, node))
+
+
 def fp32_stays(model: Any) -> None:
     """Keep in fp32 what a bf16 model computes in fp32, such as angles and cumulative sums, which the hint would narrow.
 
@@ -203,10 +226,9 @@ def fp32_stays(model: Any) -> None:
         if _kind(node.output(0)) != "f32" or node.get_type_name() in UNMARKED:
             continue
         if node.get_type_name() in ("Squeeze", "Unsqueeze"):
-            targets = node.output(0).get_target_inputs()  # before its shape is one of them
+            users = _users(node)
             node = ops.reshape(node.input_value(0), ops.shape_of(node), False)
-            for target in targets:
-                target.replace_source_output(node.output(0))
+            _redirect(users, node)
         for key, value in mark.items():
             node.set_rt_info(value, key)
 
@@ -255,6 +277,16 @@ def _replace(node: Any, by: Any) -> None:
     node.output(0).replace(by.output(0))
 
 
+def _users(node: Any) -> list[Any]:
+    """The inputs that read a node, except those of results, whose names belong to the node."""
+    return [x for x in node.output(0).get_target_inputs() if x.get_node().get_type_name() != "Result"]
+
+
+def _redirect(users: list[Any], by: Any) -> None:
+    for user in users:
+        user.replace_source_output(by.output(0))
+
+
 def _kind(output: Any) -> str:
     kind: str = output.get_element_type().get_type_name()
     return kind
@@ -293,6 +325,15 @@ def _value(output: Any) -> float | None:
     if node.get_type_name() != "Constant" or len(node.get_output_shape(0)) or _kind(node.output(0)) in NARROW:
         return None
     return float(node.get_data())
+
+
+def _number(output: Any) -> float | None:
+    """The same as a number that may have been rounded to 16 bits, and of any shape with one element."""
+    node = output.get_node()
+    while node.get_type_name() in ("Convert", "ConvertLike"):
+        node = node.input_value(0).get_node()
+    is_one = node.get_type_name() == "Constant" and math.prod(node.get_output_shape(0)) == 1
+    return float(node.get_value_strings()[0]) if is_one else None
 
 
 def _scale(query: Any, rest: list[Any]) -> float | None:

@@ -462,6 +462,7 @@ class ByHand(nn.Module):
     def __init__(self, hides: str) -> None:
         super().__init__()
         self.query, self.key, self.hides = nn.Linear(32, 32), nn.Linear(32, 16), hides
+        self.bias = nn.Parameter(torch.randn(20, 20))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         heads = *x.shape[:-1], -1, 8
@@ -474,6 +475,8 @@ class ByHand(nn.Module):
         elif self.hides == "least, in fp32":
             scores = scores + ((1 - kept.float()) * torch.finfo(x.dtype).min).to(x.dtype)
         else:
+            if self.hides == "least, with a bias":
+                scores = scores + self.bias[: x.shape[1], : x.shape[1]]
             scores = scores + (1 - kept.to(x.dtype)) * torch.finfo(x.dtype).min
         attended: Tensor = (scores.softmax(-1) @ key).transpose(1, 2).flatten(2)
         return attended
@@ -489,9 +492,10 @@ def by_hand(hides: str, precision: str, folder: Path) -> Bundle:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32"])
+@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32", "least, with a bias"])
 def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_path: Path) -> None:
-    """With padding, which may hide all keys of a sample."""
+    """With padding, which may hide all keys of a sample; for all sizes, and compiled for those of a repeated call, at
+    which a bias is a constant."""
     bundle = by_hand(hides, precision, tmp_path / "b")
     report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
     assert report.passed, [(c.case, c.reason) for c in report.comparisons if not c.passed]
