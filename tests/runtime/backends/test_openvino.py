@@ -474,6 +474,9 @@ class ByHand(nn.Module):
             scores = scores.masked_fill(kept == 0, -torch.inf)
         elif self.hides == "least, in fp32":
             scores = scores + ((1 - kept.float()) * torch.finfo(x.dtype).min).to(x.dtype)
+        elif self.hides == "least, by where":
+            shown = (kept > 0) & (torch.arange(x.shape[1])[:, None] >= torch.arange(x.shape[1]))
+            scores = scores + torch.where(shown, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
         else:
             if self.hides == "least, with a bias":
                 scores = scores + self.bias[: x.shape[1], : x.shape[1]]
@@ -492,7 +495,7 @@ def by_hand(hides: str, precision: str, folder: Path) -> Bundle:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32", "least, with a bias"])
+@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32", "least, by where", "least, with a bias"])
 def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_path: Path) -> None:
     """With padding, which may hide all keys of a sample; for all sizes, and compiled for those of a repeated call, at
     which a bias is a constant."""
