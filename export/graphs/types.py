@@ -119,6 +119,8 @@ def retype(
     graph, kept = model.graph, kept_in_fp32(model.graph)
     results = (output for node in graph for output in node.outputs)
     values = [v for v in (*graph.inputs, *graph.initializers.values(), *results) if v not in kept]
+    if least_stays_least and any(v.dtype == ir.DataType.FLOAT16 for v in values):
+        _deepen_masks(graph)
     convert = partial(retyped, target=target, least_stays_least=least_stays_least)
     for node in graph:
         if kept.isdisjoint(node.outputs):
@@ -202,6 +204,16 @@ def _retype_node(
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, target.numpy()), dtype=target))
         elif node.op_type in ("RandomNormal", "RandomUniform") and "dtype" not in node.attributes:
             node.attributes["dtype"] = ir.AttrInt64("dtype", target.value)
+
+
+def _deepen_masks(graph: ir.Graph) -> None:
+    """Make the least number of fp16 that of fp32 where it multiplies or fills a mask in fp32: the mask is rounded to
+    fp16 before it is added to scores, and must absorb them in fp32 too."""
+    for value in graph.initializers.values():
+        numbers = constant_of(value) if value.dtype == FLOAT else None
+        is_least = numbers is not None and numbers.size == 1 and float(numbers.reshape(())) == -65504
+        if is_least and all(is_op(node, "Mul", "Where") for node in value.consumers()):
+            value.const_value = ir.tensor(np.full_like(numbers, np.finfo(np.float32).min), name=value.name)
 
 
 def retyped(tensor: ir.TensorProtocol, target: ir.DataType, least_stays_least: bool = True) -> ir.TensorProtocol:

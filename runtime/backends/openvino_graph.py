@@ -20,6 +20,20 @@ NARROW = ("bf16", "f16")
 LEAST = "-65504"
 """The least number of fp16."""
 
+PRECISE = """<net name="precise" version="11"><layers>
+<layer id="0" name="x" type="Parameter" version="opset1"><data shape="1" element_type="f32"/>
+<rt_info><attribute name="precise" version="0"/></rt_info><output><port id="0" precision="FP32"/></output></layer>
+<layer id="1" name="y" type="Result" version="opset1"><input><port id="0" precision="FP32"/></input></layer>
+</layers><edges><edge from-layer="0" from-port="0" to-layer="1" to-port="0"/></edges></net>"""
+"""A model whose parameter has OpenVINO's mark for nodes that stay in fp32; its Python API copies the mark, but does not
+make one."""
+
+LARGE = 100.0
+"""The factor from which a sum with a constant is kept apart from other constants (:func:`masks_apart`)."""
+
+UNMARKED = ("Constant", "MVN", "Parameter", "Result", "ScaledDotProductAttention")
+"""Nodes that keep no mark: OpenVINO reads bf16 norms as fp32, and its kernel of attention adds up in fp32 anyway."""
+
 
 def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
     """An `openvino.Model` that computes the same function as `model`, within rounding, with the same inputs and
@@ -37,6 +51,8 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
             scores_in_fp32(model)
     zeros_without_keys(model)
     heads_first(model)
+    masks_apart(model)
+    fp32_stays(model)
     as_products(model)
     model.validate_nodes_and_infer_types()
     return widened(model) if widen else model
@@ -178,6 +194,45 @@ def swaps_apart(model: Any) -> None:
             _replace(node, ops.squeeze(swapped, last))
 
 
+def masks_apart(model: Any) -> None:
+    """Keep constants that are added to an additive mask, such as a bias or causality at fixed sizes, apart from it.
+
+    OpenVINO compiles `(1 - x) * least + bias` to `x * -least + (least + bias)`, and the sum of constants absorbs the
+    bias.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Multiply":
+            continue
+        for shown, least in (node.input_values(), node.input_values()[::-1]):
+            inner = shown.get_node()
+            is_moved = inner.get_type_name() in ("Add", "Subtract") and any(
+                _number(x) is not None for x in inner.input_values()
+            )
+            if is_moved and abs(_number(least) or 0.0) >= LARGE:
+                users, zero = _users(node), _constant(0.0, _kind(shown))
+                _redirect(users, ops.select(ops.equal(shown, zero), zero, node))
+
+
+def fp32_stays(model: Any) -> None:
+    """Keep in fp32 what a bf16 model computes in fp32, such as angles and cumulative sums, which the hint would narrow.
+
+    OpenVINO reads Squeeze and Unsqueeze as a Reshape that loses the mark, so here they are one already.
+    """
+    nodes = [node for node in model.get_ordered_ops() if node.get_output_size()]
+    if not any(_kind(node.output(0)) == "bf16" for node in nodes):
+        return
+    mark = openvino.Core().read_model(PRECISE.encode(), b"").get_parameters()[0].get_rt_info()
+    for node in nodes:
+        if _kind(node.output(0)) != "f32" or node.get_type_name() in UNMARKED:
+            continue
+        if node.get_type_name() in ("Squeeze", "Unsqueeze"):
+            users = _users(node)
+            node = ops.reshape(node.input_value(0), ops.shape_of(node), False)
+            _redirect(users, node)
+        for key, value in mark.items():
+            node.set_rt_info(value, key)
+
+
 def widened(model: Any) -> Any:
     """The model with all 16-bit tensors converted to fp32, except its inputs and outputs.
 
@@ -186,16 +241,16 @@ def widened(model: Any) -> Any:
     minus infinity in an additive mask, becomes that of fp32: it must absorb any score in fp32 too.
     """
     inputs, outputs = ([port.get_element_type() for port in ports] for ports in (model.inputs, model.outputs))
-    for node in model.get_ordered_ops():
-        if not node.get_output_size() or _kind(node.output(0)) not in NARROW:
+    nodes = [node for node in model.get_ordered_ops() if node.get_output_size()]
+    kinds = NARROW if all(_kind(node.output(0)) != "f16" for node in nodes) else (*NARROW, "f32")
+    for node in nodes:
+        if _kind(node.output(0)) not in kinds:
             continue
         if node.get_type_name() == "Parameter":
             node.set_element_type(openvino.Type.f32)
         elif node.get_type_name() == "Constant":
             targets = node.output(0).get_target_inputs()  # before the conversion is one of them
-            is_least = list(node.get_output_shape(0)) == [] and node.get_value_strings() == [LEAST]
-            least = ops.constant(np.finfo(np.float32).min)
-            wide = (least if is_least else ops.convert(node, "f32")).output(0)
+            wide = (ops.constant(np.finfo(np.float32).min) if _is_least(node) else ops.convert(node, "f32")).output(0)
             for target in targets:
                 target.replace_source_output(wide)
         elif node.get_type_name() == "Convert":
@@ -209,9 +264,27 @@ def widened(model: Any) -> Any:
     return outside.build()
 
 
+def _is_least(constant: Any) -> bool:
+    """Whether a constant is the least number of fp16; in fp32, only where it multiplies or fills a mask."""
+    if list(constant.get_output_shape(0)) or constant.get_value_strings() != [LEAST]:
+        return False
+    users = {target.get_node().get_type_name() for target in constant.output(0).get_target_inputs()}
+    return _kind(constant.output(0)) == "f16" or users <= {"Multiply", "Select"}
+
+
 def _replace(node: Any, by: Any) -> None:
     by.set_friendly_name(node.get_friendly_name())
     node.output(0).replace(by.output(0))
+
+
+def _users(node: Any) -> list[Any]:
+    """The inputs that read a node, except those of results, whose names belong to the node."""
+    return [x for x in node.output(0).get_target_inputs() if x.get_node().get_type_name() != "Result"]
+
+
+def _redirect(users: list[Any], by: Any) -> None:
+    for user in users:
+        user.replace_source_output(by.output(0))
 
 
 def _kind(output: Any) -> str:
@@ -252,6 +325,15 @@ def _value(output: Any) -> float | None:
     if node.get_type_name() != "Constant" or len(node.get_output_shape(0)) or _kind(node.output(0)) in NARROW:
         return None
     return float(node.get_data())
+
+
+def _number(output: Any) -> float | None:
+    """The same as a number that may have been rounded to 16 bits, and of any shape with one element."""
+    node = output.get_node()
+    while node.get_type_name() in ("Convert", "ConvertLike"):
+        node = node.input_value(0).get_node()
+    is_one = node.get_type_name() == "Constant" and math.prod(node.get_output_shape(0)) == 1
+    return float(node.get_value_strings()[0]) if is_one else None
 
 
 def _scale(query: Any, rest: list[Any]) -> float | None:

@@ -317,8 +317,9 @@ def test_16_bit_types_remain_only_in_inputs_outputs_and_weights(tmp_path: Path) 
 def test_large_16_bit_weights_are_not_also_kept_in_fp32(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, args, shapes = build_model("transformer-encoder", num_layers=1, vocab_size=50)
-    bundle = attnforge.deploy(module, args, tmp_path / "b", shapes, precision, ["onnxruntime"], tune=False)
+    """Unless OpenVINO computes in fp32 and converts them anyway: then the mask must be the least number of fp32."""
+    bundle = by_hand("least", precision, tmp_path / "b")
+    in_fp32 = openvino._precision(Core(), bundle.manifest) == "f32"
     asked: list[bool] = []
 
     def preparing(model: Any, widen: bool, scores: bool) -> Any:
@@ -329,7 +330,7 @@ def test_large_16_bit_weights_are_not_also_kept_in_fp32(
     assert attnforge.verify(bundle, ["openvino"]).passed
     monkeypatch.setattr(openvino, "WIDENED_BYTES", 0)
     assert attnforge.verify(bundle, ["openvino"]).passed
-    assert asked == [True, False]
+    assert asked == [True, in_fp32] and in_fp32 >= (precision == "fp16")
     softmax = next(node for node in prepared(graph_of(bundle), widen=False).get_ordered_ops() if "Soft" in str(node))
     assert softmax.get_output_element_type(0).get_type_name() == {"fp16": "f16", "bf16": "bf16"}[precision]
 
@@ -461,6 +462,7 @@ class ByHand(nn.Module):
     def __init__(self, hides: str) -> None:
         super().__init__()
         self.query, self.key, self.hides = nn.Linear(32, 32), nn.Linear(32, 16), hides
+        self.bias = nn.Parameter(torch.randn(20, 20))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         heads = *x.shape[:-1], -1, 8
@@ -470,22 +472,60 @@ class ByHand(nn.Module):
         scores, kept = query @ key.mT * 8**-0.5, mask[:, None, None, :]
         if self.hides == "-inf":
             scores = scores.masked_fill(kept == 0, -torch.inf)
+        elif self.hides == "least, in fp32":
+            scores = scores + ((1 - kept.float()) * torch.finfo(x.dtype).min).to(x.dtype)
+        elif self.hides == "least, by where":
+            shown = (kept > 0) & (torch.arange(x.shape[1])[:, None] >= torch.arange(x.shape[1]))
+            scores = scores + torch.where(shown, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
         else:
+            if self.hides == "least, with a bias":
+                scores = scores + self.bias[: x.shape[1], : x.shape[1]]
             scores = scores + (1 - kept.to(x.dtype)) * torch.finfo(x.dtype).min
         attended: Tensor = (scores.softmax(-1) @ key).transpose(1, 2).flatten(2)
         return attended
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("hides", ["-inf", "least"])
-def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_path: Path) -> None:
-    """With padding, which may hide all keys of a sample."""
+def by_hand(hides: str, precision: str, folder: Path) -> Bundle:
     args = torch.randn(2, 6, 32), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]])
     dims = {0: Dim("batch", min=1, max=4), 1: Dim("tokens", min=2, max=20)}
-    bundle = attnforge.deploy(
-        ByHand(hides).eval(), args, tmp_path / "b", {"x": dims, "mask": dims}, precision, ["onnxruntime"],
+    return attnforge.deploy(
+        ByHand(hides).eval(), args, folder, {"x": dims, "mask": dims}, precision, ["onnxruntime"],
         tune=False, cache=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32", "least, by where", "least, with a bias"])
+def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_path: Path) -> None:
+    """With padding, which may hide all keys of a sample; for all sizes, and compiled for those of a repeated call, at
+    which a bias is a constant."""
+    bundle = by_hand(hides, precision, tmp_path / "b")
+    report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
+    assert report.passed, [(c.case, c.reason) for c in report.comparisons if not c.passed]
+
+
+class InFp32(nn.Module):
+    """A bf16 model with fp32 angles of timesteps, or running means."""
+
+    def __init__(self, computes: str) -> None:
+        super().__init__()
+        self.linear, self.computes = nn.Linear(32, 32), computes
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        if self.computes == "angles":
+            wide = (time.float()[:, None] * torch.arange(1, 33)).sin()[:, None]
+        else:
+            wide = x.float().cumsum(1) / (time[:, None, None] + torch.arange(x.shape[1])[:, None])
+        projected: Tensor = self.linear(x + wide.to(x.dtype))
+        return projected
+
+
+@pytest.mark.parametrize("computes", ["angles", "means"])
+def test_fp32_in_a_bf16_model_stays_fp32(computes: str, tmp_path: Path) -> None:
+    args, dims = (torch.randn(2, 300, 32) + 4, torch.tensor([7, 950])), {0: Dim("batch", min=1, max=4)}
+    bundle = attnforge.deploy(
+        InFp32(computes), args, tmp_path / "b", (dims, dims), "bf16", ["onnxruntime"], tune=False, cache=False
+    )
     report = attnforge.verify(bundle, ["openvino"]).backends["openvino"]
     assert report.passed, [(c.case, c.reason) for c in report.comparisons if not c.passed]
 
