@@ -24,7 +24,6 @@ from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
 from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bundle import Bundle
-from attnforge.machine import processors
 from attnforge.model.registry import Example
 from attnforge.runtime.race import race
 from benchmarks.experiment import Claim, Columns, Experiment, claims_table, named, table_of, where
@@ -60,8 +59,8 @@ def _measured(folder: Path, stack: ExitStack, rounds: int) -> dict[str, Any]:
     layers = linear[:6]  # of one block: queries, keys, values, output, and two of the feed-forward network
     shapes = np.array([feeds["input_ids"].shape for feeds in batches])
     rows = torch.randn(BATCH, TOKENS, layers[0].in_features, generator=torch.Generator().manual_seed(0))
-    names = dict.fromkeys(example.dynamic_shapes or {})
-    calibrating = tokenized(sentences(CALIBRATE), list(names))
+    names = list(example.dynamic_shapes or {})
+    calibrating = tokenized(sentences(CALIBRATE), names)
     runs: dict[str, Callable[[], Any]] = {PEER: lambda: [_by_torch(peer, feeds) for feeds in batches]}
     backends = {}
     for precision in ASKED:
@@ -155,6 +154,4 @@ def table(figures: dict[str, Any]) -> str:
     return "\n\n".join((table_of(COLUMNS, rows), claims_table(claims(figures)), where(figures)))
 
 
-EXPERIMENT = Experiment(
-    "embeddings.json", measure, lambda figures: {"embeddings": table(figures)}, claims, threads=processors
-)
+EXPERIMENT = Experiment("embeddings.json", measure, lambda figures: {"embeddings": table(figures)}, claims)
