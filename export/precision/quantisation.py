@@ -347,8 +347,9 @@ def _quantised_input(op: Builder, product: Product, form: Quantisation) -> _Inpu
         return _Input(x, None)
     if scale is None:
         *outer, _ = dims_of(x)
-        top = typed(op.ReduceMax(like(op.Abs(x), x), constant(op, [-1]), keepdims=1), FLOAT, [*outer, 1])
-        largest = like(op.Max(top, constant(op, np.finfo(np.float32).tiny, FLOAT)), top)
+        last, tiny = constant(op, [-1]), constant(op, np.finfo(np.float32).tiny, FLOAT)
+        high, low = (typed(reduce(x, last, keepdims=1), FLOAT, [*outer, 1]) for reduce in (op.ReduceMax, op.ReduceMin))
+        largest = like(op.Max(high, like(op.Neg(low), low), tiny), high)  # without a tensor of absolute values
         x, scale = like(op.Div(x, largest), x), 1 / form.scheme.most
     result = rounded_to(op, x, scale, form.scheme.dtype)
     _place(op, product.node)

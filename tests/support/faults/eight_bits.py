@@ -167,8 +167,9 @@ def largest(i: int, build: Build, everywhere: bool = False) -> Alter:
 
 def signed_largest(g: Graph) -> None:
     """Use the largest number of every token, not the largest absolute value."""
-    for node in g.nodes("Abs"):
-        g.replace(node.outputs[0], required(node.inputs[0]))
+    for node in g.nodes("Neg"):
+        if required(required(node.inputs[0]).producer()).op_type == "ReduceMin":
+            g.replace(node.outputs[0], required(node.inputs[0]))
 
 
 def rounded_down(i: int) -> Alter:
