@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
@@ -51,6 +52,8 @@ that drops a layer at random drops it after one of them."""
 
 KEPT_ERROR = 2.0**-5
 """Relative to an output's largest number, how far rounding may change it in 16 bits."""
+
+DATA: Callable[[Any], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 
 RECURRENT = ("GRU", "LSTM", "RNN")
 """Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
@@ -195,8 +198,7 @@ def _program(
     copies: Sequence[nn.Module], args: Sequence[Tensor], names: list[str], outputs: list[str], shapes: Any
 ) -> Any:
     """The program of the first copy of a module that torch exports. One that was called may keep tables of the
-    example's sizes, of which one that was not called computes those of any sizes. What is written to a tensor's `data`
-    is written to the tensor, which torch does not trace: to it, `data` is a constant.
+    example's sizes, of which one that was not called computes those of any sizes.
 
     Raises:
         CaptureError: torch exports none.
@@ -205,21 +207,25 @@ def _program(
     for other in others:
         with suppress(CaptureError):
             return _program([other], args, names, outputs, shapes)
-    Tensor.data = property(Tensor.detach, torch._C.TensorBase.data.__set__)  # type: ignore[assignment,attr-defined]
     try:
-        program = torch.onnx.export(
-            last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
-            verbose=False, input_names=names, output_names=outputs, optimize=False,
-            custom_translation_table=translations(),
-        )  # fmt: skip
+        with _Data():
+            program = torch.onnx.export(
+                last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
+                verbose=False, input_names=names, output_names=outputs, optimize=False,
+                custom_translation_table=translations(),
+            )  # fmt: skip
         assert program is not None
         optimise(program.model)
     except Exception as error:
         raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(error)}") from error
-    finally:
-        with suppress(AttributeError):  # another thread exported, too
-            del Tensor.data
     return program
+
+
+class _Data(TorchFunctionMode):
+    """Traces what a module writes to a tensor's `data` as written to the tensor; to torch, `data` is a constant."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].detach() if func == DATA else func(*args, **(kwargs or {}))
 
 
 @contextmanager
