@@ -78,8 +78,8 @@ def in_blocks(
             after the last one are zeros. The mask is complete: `(batch · blocks, 1 or heads, width, keys)`, boolean, or
             additive with minus infinity for pairs that are not visible. Part 1 is the first queries, which see all
             keys, if there are any.
-        as_heads: whether part 0 may be `(batch · heads, blocks, width, d_k)` on `(batch · heads, blocks, keys, …)`,
-            under a mask `(1, blocks, width, keys)`, which all samples and heads share. It is then.
+        as_heads: whether part 0 is `(batch · heads, blocks, width, d_k)` on `(batch · heads, blocks, keys, …)`, under a
+            mask `(1, blocks, width, keys)`, where all samples and heads share it and no first query sees all keys.
     """
     assert a.band is not None
     as_heads &= a.size("H") == a.size("H_kv") and not a.band.first_queries
