@@ -152,8 +152,7 @@ class OnnxRuntimeGpu(WithSession):
         return [shape for shape in shapes.outputs if shape is not None]
 
     def memory(self) -> Memory:
-        graphs = sum(static.id != NO_GRAPH for static in self._static.values())
-        return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=graphs)
+        return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=len(self._static))
 
     def keep(self) -> None: ...
 
