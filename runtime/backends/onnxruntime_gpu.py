@@ -99,6 +99,8 @@ class OnnxRuntimeGpu(WithSession):
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
         run_on = self._stream
+        # the caller's memory on the host may be pinned, which the device would read after the call has returned
+        feeds = [feed.copy() if isinstance(feed, np.ndarray) else feed for feed in feeds]
         with self._lock:
             run_on.wait(stream)
             static = self._static_of(shapes) if self._graphs else None

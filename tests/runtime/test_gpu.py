@@ -162,6 +162,19 @@ def test_arrays_of_any_library(session: Session) -> None:
 
 
 @needs_torch
+def test_arrays_on_the_host_may_change_once_a_call_has_returned(session: Session) -> None:
+    """Pinned ones too, which the device can read at any time."""
+    inputs = arrays()
+    padding = torch.from_numpy(inputs["padding"].copy()).pin_memory()
+    given = {**on_device(inputs), "padding": padding}
+    session.run(given)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about 0.1 s, in which the call returns
+    output = session.run(given)["output"]
+    padding.logical_not_()
+    agree(output, eager(inputs))
+
+
+@needs_torch
 @pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_half_precisions(here: Callable[[str], Bundle], backend: str, precision: str, dtype: torch.dtype) -> None:
