@@ -71,7 +71,7 @@ class Gpu:
         self.ordinal = ordinal
         self.lost: str | None = None
         self.allocated = self.pinned = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection may free a block while it is held
         self.device = Device(ordinal)
         before = _value(driver.cuCtxGetCurrent())
         self.device.set_current()
