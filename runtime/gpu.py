@@ -71,7 +71,7 @@ class Gpu:
         self.ordinal = ordinal
         self.lost: str | None = None
         self.allocated = self.pinned = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection may free a block while it is held
         self.device = Device(ordinal)
         before = _value(driver.cuCtxGetCurrent())
         self.device.set_current()
@@ -153,17 +153,16 @@ class Gpu:
 
     # --- streams
 
-    def stream_of(self, stream: Any) -> Stream:
+    @staticmethod
+    def stream_of(stream: Any) -> Stream:
         """Convert a stream to cuda.core's.
 
         Args:
-            stream: cuda.core's, torch's, CuPy's, another library's that offers `__cuda_stream__`, or an address.
+            stream: torch's, CuPy's, one that offers `__cuda_stream__`, as cuda.core's does, or an address.
 
         Raises:
             UsageError: it is none of these, or the per-thread default stream.
         """
-        if isinstance(stream, Stream):
-            return stream
         if isinstance(stream, int):
             handle = stream
         elif hasattr(stream, "__cuda_stream__"):
@@ -200,11 +199,13 @@ class Gpu:
             stream: made to wait for what the array's producer enqueued; None if that is waited for otherwise.
 
         Raises:
-            InputError: the array is strided, on another device, or offers neither DLPack nor version 3 of
-                `__cuda_array_interface__`.
+            InputError: the array is strided or a negative view, on another device, or offers neither DLPack nor
+                version 3 of `__cuda_array_interface__`.
         """
-        if is_torch(value) and value.requires_grad:
-            value = value.detach()
+        if is_torch(value):
+            if value.is_neg():  # a mark, which neither interface conveys
+                raise InputError(f"{label} is a negative view of another tensor; call its resolve_neg() first")
+            value = value.detach() if value.requires_grad else value
         try:
             view = StridedMemoryView.from_any_interface(value, stream_ptr=-1 if stream is None else int(stream.handle))
             type_of(view)
@@ -437,7 +438,7 @@ class _StreamOrder:
 def _contiguous(library: str, value: Any) -> Any:
     if library == "cupy":
         return sys.modules["cupy"].ascontiguousarray(value)
-    return value if value.is_contiguous() else value.contiguous()
+    return value.contiguous().resolve_neg()
 
 
 def _target(
@@ -451,7 +452,7 @@ def _target(
     label = target_text(spec)
     if not on_gpu(value):
         raise InputError(f"{label} is on the host, and the inputs are on the GPU; give one on the GPU")
-    if is_torch(value) and (value.requires_grad or not value.is_contiguous()):
+    if is_torch(value) and (value.requires_grad or value.is_neg() or not value.is_contiguous()):
         raise InputError(f"{label} is strided or requires a gradient; give a contiguous one that does not")
     view = order.view(label, value)
     check_out(spec, *type_of(view), shape)

@@ -294,8 +294,8 @@ class Session:
         return {name: functools.partial(backend.by_schedule, name) for name in SCHEDULES}
 
     def warm_up(self, *sizes: Mapping[str, int]) -> None:
-        """Run on random inputs until nothing is left to prepare: kernels are compiled, memory is allocated and CUDA
-        graphs are captured.
+        """Run on random NumPy inputs until nothing is left to prepare: kernels are compiled, memory is allocated, and
+        TensorRT's CUDA graphs for such inputs are captured.
 
         Args:
             sizes: combinations of sizes to prepare for, each a mapping from symbols of dims to sizes; dims without a

@@ -115,9 +115,12 @@ def tests(device: Device) -> list[Task]:
 
 
 def gpu_tests() -> list[str]:
-    """Return the test files that need a GPU, relative to the root of the source checkout; empty without a checkout."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text("utf-8")]
+    """Return the test files that need a GPU, relative to the root of the source checkout, those that need one for every
+    test first; empty without a checkout."""
+    texts = {file: file.read_text("utf-8") for file in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = [file for file, text in texts.items() if "pytest.mark.gpu" in text]
+    files.sort(key=lambda file: "pytestmark = pytest.mark.gpu" not in texts[file])
+    return [str(file.relative_to(ROOT)) for file in files]
 
 
 def _tests(device: Device, file: str, item: Item) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnforge.arrays import Array
-from attnforge.bundle import FLAVOURS, Bundle, Case, Manifest, Source, TensorSpec, write_manifest
+from attnforge.bundle import Bundle, Case, Manifest, Source, TensorSpec, write_manifest
 from attnforge.cache import DeployCache
 from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.certificate import certify
@@ -33,6 +33,7 @@ from attnforge.model.registry import Example, build_model
 from attnforge.precision import Precision, precision_named
 from attnforge.progress import Silent, Steps
 from attnforge.runtime.backends.eager import at_precision, doubled
+from attnforge.runtime.backends.registry import REGISTRY
 from attnforge.runtime.parity.budget import judge
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.lean import plans
@@ -169,8 +170,8 @@ def targets_of(backends: Sequence[str]) -> list[str]:
 
 
 def target_of(backend: str) -> str:
-    """Return the target of a backend."""
-    return backend if backend in FLAVOURS else "onnxruntime"
+    """Return the target of a backend; of several, the one that is built on any machine."""
+    return REGISTRY[backend].targets[-1]
 
 
 @dataclass

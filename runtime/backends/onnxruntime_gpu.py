@@ -99,6 +99,8 @@ class OnnxRuntimeGpu(WithSession):
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
     ) -> Event:
         run_on = self._stream
+        # the caller's memory on the host may be pinned, which the device would read after the call has returned
+        feeds = [feed.copy() if isinstance(feed, np.ndarray) else feed for feed in feeds]
         with self._lock:
             run_on.wait(stream)
             static = self._static_of(shapes) if self._graphs else None
@@ -152,8 +154,7 @@ class OnnxRuntimeGpu(WithSession):
         return [shape for shape in shapes.outputs if shape is not None]
 
     def memory(self) -> Memory:
-        graphs = sum(static.id != NO_GRAPH for static in self._static.values())
-        return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=graphs)
+        return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=len(self._static))
 
     def keep(self) -> None: ...
 

@@ -27,6 +27,7 @@ from attnforge.arrays import Array
 from attnforge.bench import alone, calls, limits, throughput
 from attnforge.bench import results as found
 from attnforge.bench import run as bench
+from attnforge.bench.contenders.engines import ENGINES, Setup, product_of
 from attnforge.bench.contenders.peers import Peer, PeerJob, using_sdpa
 from attnforge.bench.contenders.quantised import QUANTISED
 from attnforge.bench.contenders.registry import ON_GPU, PEERS, expanded, peers_here
@@ -37,6 +38,7 @@ from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, Case, Source
 from attnforge.children import ChildError
 from attnforge.cli import main
 from attnforge.errors import BundleError, InputError, UnavailableError, UnknownNameError, UsageError
+from attnforge.machine import cuda_devices
 from attnforge.model.registry import build_model
 from attnforge.runtime import cases as reference
 from attnforge.runtime import race as kernel
@@ -750,3 +752,13 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SystemExit) as ended:
         run("suite", [*options_given, "--compare", str(tmp_path / "old.json")])
     assert ended.value.code == 1
+
+
+@pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA device")
+def test_a_peer_on_cuda_does_not_run_on_the_cpu_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime only logs that it could not load CUDA."""
+    monkeypatch.setattr("attnforge.bench.contenders.engines.why_not_here", lambda name: None)
+    (tmp_path / "product.onnx").write_bytes(product_of(4))
+    setup = Setup(Bundle(Path(__file__).parents[1] / "golden/encoder-fp32"), {}, 1)
+    with ExitStack() as stack, pytest.raises(UnavailableError, match="could not start its CUDAExecutionProvider"):
+        ENGINES["onnxruntime-cuda"](setup, tmp_path / "product.onnx", stack)

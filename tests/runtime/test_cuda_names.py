@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from attnforge.errors import InputError, UsageError
 
 pytestmark = pytest.mark.xdist_group("cuda-names")
 
@@ -95,3 +98,26 @@ def test_a_use_that_does_not_fit_is_noticed(laid_out: Path) -> None:
         file.write_text(source.replace(right, wrong), encoding="utf-8")
         assert "attr-defined" in checked(laid_out)
     file.write_text(source, encoding="utf-8")
+
+
+def test_the_per_thread_default_stream_is_refused_in_every_form() -> None:
+    core = pytest.importorskip("cuda.core")
+    from attnforge.runtime.gpu import Gpu
+
+    for stream in (core.PER_THREAD_DEFAULT_STREAM, 2):
+        with pytest.raises(UsageError, match="differs from thread to thread"):
+            Gpu.stream_of(stream)
+    assert Gpu.stream_of(core.LEGACY_DEFAULT_STREAM) is Gpu.stream_of(0) is core.LEGACY_DEFAULT_STREAM
+
+
+def test_negative_views_are_not_read_as_they_are() -> None:
+    """Their memory has the other sign, and DLPack does not say so."""
+    pytest.importorskip("cuda.core")
+    from attnforge.runtime.gpu import Gpu, _contiguous
+
+    tensor = torch.arange(6.0).view(2, 3)
+    negative = torch._neg_view(tensor)
+    assert not _contiguous("torch", negative).is_neg() and torch.equal(_contiguous("torch", negative), -tensor)
+    assert _contiguous("torch", tensor) is tensor
+    with pytest.raises(InputError, match=r"x is a negative view of another tensor; call its resolve_neg\(\) first"):
+        Gpu.view(Gpu.__new__(Gpu), "x", negative, None)

@@ -19,6 +19,7 @@ from attnforge import cache
 from attnforge.arrays import BFLOAT16, Array
 from attnforge.bundle import FLAVOURS, Bundle, Manifest
 from attnforge.errors import BundleError, InputError, UnavailableError
+from attnforge.export.targets.registry import why_not_buildable
 from attnforge.runtime.backends.registry import ON_GPU
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
@@ -62,14 +63,15 @@ def here(small: Callable[[str], Bundle], tmp_path_factory: pytest.TempPathFactor
     """`here(precision)`: the small bundle with a plan for every TensorRT of this machine, deployed once each."""
     folder = tmp_path_factory.mktemp("here")
     made: dict[str, Bundle] = {}
+    has_plans = any(why_not_buildable(flavour) is None for flavour in FLAVOURS)
+    profiles = [{"batch": (1, 1, 1), "tokens": (2, 2, 9)}] if has_plans else []
 
     def deploy(precision: str) -> Bundle:
         if precision not in made:
             module, args, shapes = small_example()
             made[precision] = attnforge.deploy(
-                module, args, folder / precision, shapes, precision, name="small", tune=False,
-                profiles=[{"batch": (1, 1, 1), "tokens": (2, 2, 9)}],
-            )  # fmt: skip
+                module, args, folder / precision, shapes, precision, name="small", tune=False, profiles=profiles
+            )
         return made[precision]
 
     return deploy
@@ -155,6 +157,21 @@ def test_arrays_of_any_library(session: Session) -> None:
         session.run({**given, "x": Interface(given["x"])})
     given["x"] = torch.cat([torch.zeros(1, device="cuda"), given["x"].flatten()])[1:].view(3, 4, 16)  # not aligned
     agree(session.run(given)["output"], eager(inputs))
+    given["x"] = torch._neg_view(-given["x"])  # whose memory has the other sign
+    agree(session.run(given)["output"], eager(inputs))
+
+
+@needs_torch
+def test_arrays_on_the_host_may_change_once_a_call_has_returned(session: Session) -> None:
+    """Pinned ones too, which the device can read at any time."""
+    inputs = arrays()
+    padding = torch.from_numpy(inputs["padding"].copy()).pin_memory()
+    given = {**on_device(inputs), "padding": padding}
+    session.run(given)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # about 0.1 s, in which the call returns
+    output = session.run(given)["output"]
+    padding.logical_not_()
+    agree(output, eager(inputs))
 
 
 @needs_torch

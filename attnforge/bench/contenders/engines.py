@@ -14,7 +14,7 @@ import numpy as np
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Bundle
 from attnforge.errors import UnavailableError, first_line
-from attnforge.runtime.backends.backend import OPENVINO_TYPES
+from attnforge.runtime.backends.backend import CUDA_PROVIDER, OPENVINO_TYPES
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.session import Session, load
@@ -88,7 +88,11 @@ def _on_cuda(setup: Setup, file: Path, stack: ExitStack) -> Runner:
         raise UnavailableError(reason)
     import onnxruntime as ort
 
-    session: Any = ort.InferenceSession(str(file), providers=["CUDAExecutionProvider"])
+    ort.preload_dlls()
+    tf32 = {"use_tf32": str(int(setup.bundle.manifest.precision == "tf32"))}
+    session: Any = ort.InferenceSession(str(file), providers=[(CUDA_PROVIDER, tf32)])
+    if CUDA_PROVIDER not in session.get_providers():  # it runs on the CPU instead
+        raise UnavailableError(f"ONNX Runtime could not start its {CUDA_PROVIDER}; its log says why")
     names = [spec.name for spec in setup.bundle.manifest.outputs]
     return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
 

@@ -222,7 +222,7 @@ def caches(decoder: Decoder) -> list[Array]:
 
 
 def address_of(cache: Any) -> int:
-    return int(cache.ctypes.data if isinstance(cache, np.ndarray) else cache[:].address)
+    return int(cache.ctypes.data if isinstance(cache, np.ndarray) else cache[:].ptr)
 
 
 def growth(run: Callable[[], None], limit: int) -> int:
