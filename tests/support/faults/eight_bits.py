@@ -168,8 +168,9 @@ def largest(i: int, build: Build, everywhere: bool = False) -> Alter:
 def signed_largest(g: Graph) -> None:
     """Use the largest number of every token, not the largest absolute value."""
     for node in g.nodes("Neg"):
-        if required(required(node.inputs[0]).producer()).op_type == "ReduceMin":
-            g.replace(node.outputs[0], required(node.inputs[0]))
+        least = required(node.inputs[0])
+        if producer(least).op_type == "ReduceMin":
+            g.replace(node.outputs[0], least)
 
 
 def rounded_down(i: int) -> Alter:
