@@ -122,7 +122,7 @@ class Gpu:
             )
             return DeviceError(self.lost)
         if "OUT_OF_MEMORY" in text:
-            free, total = (n / 2**20 for n in driver.cuMemGetInfo()[1:])
+            free, total = ((n or 0) / 2**20 for n in driver.cuMemGetInfo()[1:])  # None if it fails, too
             text += (
                 f"; {free:,.0f} of {total:,.0f} MiB are free and this session uses {self.allocated / 2**20:,.0f}: use "
                 "smaller inputs, or load with fewer contexts"
