@@ -75,9 +75,9 @@ def deploy(
             on.
         profiles: further optimization profiles of TensorRT's plans, each (min, opt, max) of some dims; a session runs
             the one whose opt is nearest. By default there is one profile, over all that the dynamic shapes allow.
-        attention_precision: `fp16` or `bf16`, with fp32 and tf32: TensorRT, which has no fused kernel for fp32,
-            computes attention alone at this precision, between casts. Everything else is unchanged, including ONNX
-            Runtime's model.
+        attention_precision: `fp16` or `bf16`, with fp32, tf32 and quantised precisions (for these `fp16` by default):
+            TensorRT, which has no fused kernel for fp32, computes attention alone at this precision, between casts.
+            Everything else is unchanged, including ONNX Runtime's model.
         require_fused: targets that must run every attention site as one fused kernel; if one does not, nothing is
             written.
         data: real inputs, each given like `args`, by name, or as an `.npz` of named arrays, of any sizes that the
@@ -90,9 +90,10 @@ def deploy(
         max_error: for `auto`, the maximum relative error on ordinary inputs; by default twice that of eager at fp16,
             and at most 1e-2. If a metric is given and this is not, the metric decides. For quantised products, the
             maximum error against float64 on real data, or on ordinary inputs if there is none.
-        tune: measure on this machine, for some seconds each, which form of each site and which session settings are
-            fastest in ONNX Runtime on its CPU, and which backend is fastest within the parity budget; `auto` then loads
-            that backend here. Without it, fixed rules choose, and the same module gives the same bundle everywhere.
+        tune: measure on this machine, for at most 20 seconds, which form of each site is fastest on ONNX Runtime's CPU
+            backend and on OpenVINO, which settings of ONNX Runtime's session are, and which backend is fastest within
+            the parity budget; `auto` then loads that backend here. Without it, fixed rules choose, and the same module
+            gives the same bundle everywhere.
         force: overwrite a bundle at `out`; the old one stays intact until the new one is complete.
         cache: reuse TensorRT plans, reference outputs and measurements from an earlier deploy of the same model on this
             machine, and keep them for the next one (:mod:`attnforge.cache`).

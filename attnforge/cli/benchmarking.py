@@ -65,9 +65,7 @@ def bench(
     rounds: Annotated[int, _Timing(help="Timed rounds per contender.")] = 20,
     openings: Annotated[
         int | None,
-        _Timing(
-            help="Times each contender is reloaded; rounds are split between loads (default: 3, or 1 with --quick)."
-        ),
+        _Timing(help="Loads of each contender, between which the rounds are split (default: 3, or 1 with --quick)."),
     ] = None,
     threads: Annotated[int | None, _Timing(help="Threads of each CPU contender (default: one per processor).")] = None,
     decode: Annotated[

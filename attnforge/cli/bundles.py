@@ -165,7 +165,7 @@ def diagnose(
 
 def inspect(
     bundle: BundleArgument,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Add what each stage of deploying cost.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Add the cost of each deploy stage.")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:

@@ -34,13 +34,13 @@ def deploy(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp32, tf32, fp16, bf16, int8, fp8, int4, auto, auto-int8, … (default: fp32, or the file's own)."
+            help="Precision: fp32, tf32, fp16, bf16, int8, fp8, int4, auto, auto-int8, … (default: fp32 or the file's)."
         ),
     ] = None,
     target: Annotated[
         Texts,
         typer.Option(
-            help="onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that this machine can build)."
+            help="Target: onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that this machine can build)."
         ),
     ] = None,
     option: Options = None,
@@ -84,7 +84,7 @@ def deploy(
         _Decoder(help="Deploy a causal model as a decoder step with a KV cache of this many tokens."),
     ] = None,
     cache_precision: Annotated[
-        str | None, _Decoder(help="KV-cache precision (int8). Needs --calibrate, and --max-error or --metric.")
+        str | None, _Decoder(help="KV-cache precision: int8, with --calibrate, and --max-error or --metric.")
     ] = None,
     tokenizer: Annotated[
         Path | None, _Decoder(help="tokenizer.json to store in the bundle for generate (default: the model's own).")
@@ -96,10 +96,10 @@ def deploy(
         Texts, _TensorRT(help="GPUs of the TensorRT-RTX plan: SM89, CURRENT, …; repeatable (default: portable).")
     ] = None,
     attention_precision: Annotated[
-        str | None, _TensorRT(help="Precision of attention in plans of fp32 and tf32 models: fp16 or bf16.")
+        str | None, _TensorRT(help="Precision of attention in plans of fp32, tf32 and quantised models: fp16 or bf16.")
     ] = None,
     tune: Annotated[
-        bool, _Measuring(help="Choose ONNX Runtime's forms of attention by timing them on this machine, not by rules.")
+        bool, _Measuring(help="Choose forms of attention, settings and the backend by timing them, not by rules.")
     ] = True,
     cache: Annotated[
         bool, _Measuring(help="Reuse plans, reference outputs and measurements from earlier deploys of the same model.")

@@ -39,7 +39,7 @@ def package(
             help="Triton backend: python (a Session), onnxruntime (the model) or tensorrt (the plans).",
         ),
     ] = "python",
-    version: Annotated[int | None, _Model(help="Version to add to an existing repository (default: 1).")] = None,
+    version: Annotated[int | None, _Model(help="Model version, to add one to a repository (default: 1).")] = None,
     name: Annotated[str | None, _Model(help="Model name (default: NAME-PRECISION of the bundle).")] = None,
     session: Annotated[str, _Model(help="Backend of the Session, by name, or auto.")] = "auto",
     threads: Annotated[int | None, _Model(help="Threads of each CPU instance (default: one per processor).")] = None,

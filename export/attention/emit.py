@@ -166,7 +166,7 @@ def _axes(scores: Scores, weights: Weights, operands: _Operands) -> SiteAxes:
     query_dims = [dim for dim in scores.query_only.dims if not set(dim) & set(value.axes)] or [()]
     batches = Layout(dim for dim in scores.rows.dims if dim != query_dims[-1])
     if set(key.axes) & set(batches.axes) - set(value.axes) - set(query.axes):
-        raise NotAttention("the keys differ by query, as in an additive score: not an inner product of query and key")
+        raise NotAttention("the keys differ by query, as in additive scores and talking heads: not an inner product")
     n_k, d_k, d_v = (tuple(part.axes) for part in (scores.keys, scores.features, weights.value_features))
     batch, heads = _batch_and_heads(batches, query, d_k)
     shared = shared_heads(heads, key, value)

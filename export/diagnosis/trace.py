@@ -33,7 +33,7 @@ class TensorErrors:
         limit: the largest magnitude that its type can represent.
         unit: the unit roundoff of its type.
         lost: how many elements are not finite although those of float64 are.
-        zeroed: share of the elements that are zero although they are not in float64 on the same inputs.
+        zeroed: share of the elements that are zero, and below the range of the type in float64 on the same inputs.
         error: the error of what is stored; infinite if elements are lost.
         error_in: the largest error of an input.
         explained: the part of the error that the inputs explain.
@@ -149,6 +149,7 @@ def _errors_of(
     exact, stored, explained = exact[finite], stored[finite], explained[finite]
     norm = float(np.linalg.norm(exact)) or 1.0
     alive = np.isfinite(explained) & (explained != 0)
+    flushed = alive & (stored == 0) & (np.abs(explained) < float(limits.smallest_normal))
     return TensorErrors(
         name=str(value.name),
         node=node,
@@ -156,7 +157,7 @@ def _errors_of(
         limit=float(limits.max),
         unit=float(limits.eps) / 2,
         lost=int((~np.isfinite(stored)).sum()),
-        zeroed=float((alive & (stored == 0)).sum() / max(int(alive.sum()), 1)),
+        zeroed=float(flushed.sum() / max(int(alive.sum()), 1)),
         error=error_of(stored, exact),
         error_in=error_in,
         explained=_distance(explained, exact) / norm,

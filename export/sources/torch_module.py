@@ -143,6 +143,8 @@ def capture(
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
     in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
+    if any(isinstance(layer, nn.RNNBase) for layer in copied.modules()):
+        torch._dynamo.reset()  # which keeps loops over tokens of earlier exports, and fixes sizes that it compares
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         uncalled = at_precision(copied, precision)
         with _seeded(FIRST_LOW):
@@ -255,13 +257,10 @@ def inputs_of(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: Dynamic
 def _prepared_exporter() -> Iterator[None]:
     """Spare torch's exporter three kinds of work that take most of a small export: building its table of ONNX functions
     for each export, decomposing programs that have nothing to decompose, and tracing all operators once more to find
-    the few whose operands are of several dtypes. And let it replace what unrolls recurrent layers over the example's
-    tokens: torch 2.13 keeps that from an earlier program that was decomposed.
+    the few whose operands are of several dtypes.
 
     All are private to torch. With a version that has them elsewhere, this has no effect.
     """
-    for operator in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
-        getattr(operator, "_dispatch_cache", {}).clear()
     try:
         from torch.onnx._internal.exporter import _fx_passes
         from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -426,7 +425,8 @@ def _check_symbolic(value: ir.Value, dims: Dims) -> None:
         if isinstance(declared, DimSpec) and isinstance(got, int):
             raise CaptureError(
                 f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at "
-                f"{got}: the module's code depends on its value"
+                f"{got}: the module's code depends on its value; give "
+                f"{'an example size of at least 2' if got == 1 else 'no Dim for it'}"
             )
 
 

@@ -145,7 +145,8 @@ def answer(request: Request) -> Answer:
     except PolygraphyException as error:
         return refuse(f"{request.flavour} cannot parse {file}: {log.of_parser() or log.last_error() or error}")
     if (name := _input_of_shapes(network)) is not None:
-        return refuse(f"{request.flavour} cannot build {file}: the values of input {name} decide shapes")
+        why = f"the values of input {name} decide shapes; deploy it for onnxruntime"
+        return refuse(f"{request.flavour} cannot build {file}: {why}")
     try:
         config = _configured(trt, builder, network, request)
         start = time.perf_counter()

@@ -21,6 +21,7 @@ from attnforge.cli import app
 from attnforge.errors import UnknownNameError
 from attnforge.export.diagnosis.deployed import stored_low
 from attnforge.export.diagnosis.diagnose import Diagnosis, diagnose
+from attnforge.export.diagnosis.trace import trace
 from attnforge.export.graphs.build import Builder
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering.attention import Attention
@@ -74,6 +75,15 @@ def test_weights_beyond_the_range_of_the_precision(tmp_path: Path) -> None:
 
     finding = diagnose(deployed(make, "fp16", tmp_path / "b")).finding
     assert finding.cause == "overflow" and "weights steps.0.mlp.0.bias" in finding.evidence
+
+
+def test_terms_that_cancel_to_zero_are_not_below_the_range_of_their_type() -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1, 3]))
+    node = ir.node("ReduceSum", [x])
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "sum", x.type, ir.Shape([1, 1])
+    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 23}, name="g"), ir_version=10)
+    (result,) = trace(model, {"x": np.array([[1, 1e-12, -1]], np.float32)}).tensors
+    assert result.own == 1 and result.zeroed == 0
 
 
 # Graphs that are another function

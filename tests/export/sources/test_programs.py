@@ -12,6 +12,7 @@ import torch
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
 from torch.onnx._internal.exporter import _fx_passes
@@ -164,6 +165,17 @@ def test_a_script_within_a_module_is_refused_in_one_line() -> None:
 def test_dims_that_no_input_has(shapes: Any, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(nn.Linear(8, 8), (torch.randn(2, 8),), shapes, precision_named("fp32"))
+
+
+class Frozen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.one_hot(x.long(), x.shape[0])
+
+
+@pytest.mark.parametrize(("size", "advice"), [(1, "an example size of at least 2"), (5, "no Dim for it")])
+def test_a_dim_that_the_export_fixes(size: int, advice: str) -> None:
+    with pytest.raises(CaptureError, match=f"the export fixed it at {size}: .*; give {advice}$"):
+        capture(Frozen(), (torch.zeros(size),), ({0: Dim("n", min=1, max=8)},), precision_named("fp32"))
 
 
 class Renames(nn.Module):

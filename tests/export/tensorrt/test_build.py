@@ -215,7 +215,7 @@ def test_an_input_whose_values_decide_shapes_is_refused(tmp_path: Path, size: in
         TensorSpec(name="x[0]", dtype="float32", dims=[BATCH, 4]),
         TensorSpec(name="shape", dtype="int64", dims=[size]),
     ]
-    with pytest.raises(BuildError, match=r"cannot build model\.onnx: the values of input shape decide shapes"):
+    with pytest.raises(BuildError, match=r"values of input shape decide shapes; deploy it for onnxruntime$"):
         build(file, "tensorrt_rtx", inputs, "fp32")
 
 

@@ -165,7 +165,7 @@ _REASONS: dict[Callable[..., Any], str] = {
     squares_of_scores: "Mul computes the weights",
     scores_divided_by_their_total: "Div computes the weights",
     scale_by_key: "by a tensor that differs by key",
-    talking_heads: "Einsum|inner product",
+    talking_heads: "as in additive scores and talking heads",
     talking_heads_on_both_sides: "MatMul mixes the attention weights",
     additive_score: "inner product|ReduceSum",
     distance_score: "inner product|ReduceSum",
