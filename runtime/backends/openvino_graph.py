@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import openvino
+from openvino import opset1
 from openvino import opset13 as ops
 
 from attnforge.arrays import Array
@@ -214,23 +215,59 @@ def masks_apart(model: Any) -> None:
 
 
 def fp32_stays(model: Any) -> None:
-    """Keep in fp32 what a bf16 model computes in fp32, such as angles and cumulative sums, which the hint would narrow.
-
-    OpenVINO reads Squeeze and Unsqueeze as a Reshape that loses the mark, so here they are one already.
-    """
+    """Keep in fp32 what a bf16 model computes in fp32, such as angles and cumulative sums, and what it compares or
+    converts to integers there, such as distances that get buckets; the hint would narrow both."""
     nodes = [node for node in model.get_ordered_ops() if node.get_output_size()]
     if not any(_kind(node.output(0)) == "bf16" for node in nodes):
         return
     mark = openvino.Core().read_model(PRECISE.encode(), b"").get_parameters()[0].get_rt_info()
     for node in nodes:
-        if _kind(node.output(0)) != "f32" or node.get_type_name() in UNMARKED:
+        kinds = {_kind(x) for x in (node.output(0), *node.input_values())}
+        if node.get_type_name() in UNMARKED or "f32" not in kinds or _kind(node.output(0)) == "bf16":
             continue
-        if node.get_type_name() in ("Squeeze", "Unsqueeze"):
-            users = _users(node)
-            node = ops.reshape(node.input_value(0), ops.shape_of(node), False)
-            _redirect(users, node)
+        users = _users(node)  # before a new node is one of them
+        marked = _as_compiled(node) if _kind(node.output(0)) == "f32" else [node]
+        if marked[-1] is not node:
+            _redirect(users, marked[-1])
         for key, value in mark.items():
-            node.set_rt_info(value, key)
+            for stays in marked:
+                stays.set_rt_info(value, key)
+
+
+def _as_compiled(node: Any) -> list[Any]:
+    """Nodes that compute the same, the last one the result, in the form into which OpenVINO would change the node: its
+    own nodes have no mark."""
+    kind = node.get_type_name()
+    if kind in ("Squeeze", "Unsqueeze"):
+        return [ops.reshape(node.input_value(0), ops.shape_of(node), False)]
+    if kind == "Softmax" and (rank := node.get_input_partial_shape(0).rank).is_static:
+        return [opset1.softmax(node.input_value(0), node.get_attributes()["axis"] % rank.get_length())]
+    if (linear := _linear(node)) is None:
+        return [node]
+    x, factor, term = linear
+    while len(x.get_target_inputs()) == 1 and (linear := _linear(x.get_node())) is not None:
+        x, factor, term = linear[0], factor * linear[1], factor * linear[2] + term
+    marked = []
+    if (factor != 1).any():
+        marked.append(x := ops.multiply(x, factor))
+    if term.any() or not marked:
+        marked.append(ops.add(x, term))
+    return marked
+
+
+def _linear(node: Any) -> tuple[Any, Array, Array] | None:
+    """`x`, `factor` and `term` of a node that computes `x * factor + term`, None for any other."""
+    kind, operands = node.get_type_name(), node.input_values()
+    is_constant = [x.get_node().get_type_name() == "Constant" for x in operands]
+    if kind not in ("Add", "Divide", "Multiply", "Subtract") or sum(is_constant) != 1:
+        return None
+    x, number = operands[is_constant[0]], operands[is_constant[1]].get_node().get_data()
+    one, zero = np.ones_like(number), np.zeros_like(number)
+    if kind == "Divide":
+        return (x, 1 / number, zero) if is_constant[1] and number.all() else None
+    if kind == "Subtract":
+        return (x, one, -number) if is_constant[1] else (x, -one, number)
+    return (x, one, number) if kind == "Add" else (x, number, zero)
 
 
 def widened(model: Any) -> Any:

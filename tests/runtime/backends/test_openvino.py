@@ -505,22 +505,26 @@ def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_
 
 
 class InFp32(nn.Module):
-    """A bf16 model with fp32 angles of timesteps, or running means."""
+    """A bf16 model with fp32 angles of timesteps, running means, buckets of distances, or experts by a softmax."""
 
     def __init__(self, computes: str) -> None:
         super().__init__()
-        self.linear, self.computes = nn.Linear(32, 32), computes
+        self.linear, self.computes, self.rows = nn.Linear(32, 32), computes, nn.Embedding(1024, 32)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         if self.computes == "angles":
             wide = (time.float()[:, None] * torch.arange(1, 33)).sin()[:, None]
+        elif self.computes == "buckets":
+            wide = self.rows(((1 + time.float() / 8).log() / 5 * 999).long())[:, None]
+        elif self.computes == "experts":
+            wide = self.rows((x.float() / 16 + torch.arange(32) / 1e4).softmax(-1).topk(2).indices).sum(-2)
         else:
             wide = x.float().cumsum(1) / (time[:, None, None] + torch.arange(x.shape[1])[:, None])
         projected: Tensor = self.linear(x + wide.to(x.dtype))
         return projected
 
 
-@pytest.mark.parametrize("computes", ["angles", "means"])
+@pytest.mark.parametrize("computes", ["angles", "buckets", "experts", "means"])
 def test_fp32_in_a_bf16_model_stays_fp32(computes: str, tmp_path: Path) -> None:
     args, dims = (torch.randn(2, 300, 32) + 4, torch.tensor([7, 950])), {0: Dim("batch", min=1, max=4)}
     bundle = attnforge.deploy(
