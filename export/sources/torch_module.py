@@ -162,7 +162,8 @@ def capture(
                     f"{type(module).__name__} returns {name!r}, which is an input too; rename one of them"
                 )
         is_dynamic = any(isinstance(dim, DimSpec) for declared in dims.values() for dim in declared)
-        program = _program((uncalled, copied) if is_dynamic else (copied,), cast, names, list(answers[0]), in_signature)
+        called = at_precision(copied, precision)  # torch replaces the containers of what it exports
+        program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers[0]), in_signature)
     model = program.model
     for value, name in zip(model.graph.outputs, answers[0], strict=True):
         value.name = name  # a value that is returned twice has the last of its names

@@ -214,6 +214,58 @@ def test_tables_that_a_module_keeps_for_its_sizes_do_not_fix_them(module: nn.Mod
     torch.testing.assert_close(attnforge.load(tmp_path / "b")(x), x * torch.arange(9.0)[:, None])
 
 
+class ReturnsWhatAHookKept(nn.Module):
+    """Returns the attention weights, which a hook keeps in a dict of the module or of the code around it."""
+
+    def __init__(self, kept: dict[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.softmax, self.kept = nn.Softmax(-1), {} if kept is None else kept
+        if kept is None:
+            self.softmax.register_forward_hook(lambda module, args, output: self.kept.update(weights=output))
+        else:
+            self.softmax.register_forward_hook(lambda module, args, output: kept.update(weights=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.softmax(x @ x.mT)
+        return self.kept["weights"]
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("kept", [None, {}], ids=["its own", "of others"])
+def test_what_hooks_keep_is_of_the_last_call(kept: Any, is_called: bool, tmp_path: Path) -> None:
+    module = ReturnsWhatAHookKept(kept).eval()
+    if is_called:
+        module(X)
+    attnforge.deploy(module, (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+    torch.testing.assert_close(attnforge.load(tmp_path / "b", "onnxruntime-cpu")(X.cos()), module(X.cos()))
+
+
+class Adapted(nn.Module):
+    """Its linear layer's forward is replaced by a function that adds a product of weights of small rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(6)
+        linear, down, up = self.linear.forward, nn.Parameter(torch.randn(16, 2)), [nn.Parameter(torch.randn(2, 16))]
+        self.linear.forward = lambda x, scale=nn.Parameter(torch.tensor([0.5])): (
+            linear(x) + self.norm(x) @ down @ up[0] * scale
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y.softmax(-1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_functions_of_a_module_refer_to_the_copy_that_is_exported(precision: str) -> None:
+    module = Adapted()
+    captured = capture(module, (X,), None, precision_named(precision))
+    assert not module.norm.num_batches_tracked  # the copy is in eval mode, and the module stays as it is
+    expected = module.eval()(X).detach()
+    answer = torch.from_numpy(captured.eager({"x": X.numpy()})["output"])
+    torch.testing.assert_close(answer, expected, rtol=0, atol=2e-2 if precision == "bf16" else 1e-6)
+
+
 class Warm(nn.Module):
     """Computes something else after some calls."""
 
