@@ -246,10 +246,10 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(6)
-        linear, down, up = self.linear.forward, nn.Parameter(torch.randn(16, 2)), [nn.Parameter(torch.randn(2, 16))]
-        self.linear.forward = lambda x, scale=nn.Parameter(torch.tensor([0.5])): (
-            linear(x) + self.norm(x) @ down @ up[0] * scale
-        )
+        layer: Any = self.linear
+        forward, down, scale = layer.forward, nn.Parameter(torch.randn(16, 2)), nn.Parameter(torch.tensor([0.5]))
+        up = [nn.Parameter(torch.randn(2, 16))]
+        layer.forward = lambda x, scale=scale: forward(x) + self.norm(x) @ down @ up[0] * scale
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
