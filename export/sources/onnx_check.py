@@ -301,8 +301,8 @@ def _inlined(operators: Counter[ir.OperatorIdentifier], sizes: Mapping[ir.Operat
 
 
 def _check_order(graph: ir.Graph) -> None:
-    """Sort the operators, as ONNX Runtime does, and check that every input of one is an input, a constant, or the output
-    of an earlier one."""
+    """Sort the operators, as ONNX Runtime does, and check that every input of one is an input, a constant, or the
+    output of an earlier one."""
     with suppress(ValueError):  # of a cycle, which the check names
         graph.sort()
     known = {id(value) for value in (*graph.inputs, *graph.initializers.values())}

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
-from attnforge.errors import CaptureError, UsageError, first_line, raised_as
+from attnforge.bundle.fields import LONGEST_NAME
+from attnforge.errors import CONTROL, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.copying import converted, duplicate
@@ -232,7 +233,8 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     None.
 
     Raises:
-        CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors.
+        CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors, or a bundle cannot
+            have its names.
     """
     if dataclasses.is_dataclass(result) and not isinstance(result, Mapping):
         if pytree.tree_is_leaf(result):
@@ -244,6 +246,12 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     else:
         items = [*result] if isinstance(result, tuple | list) else [result]
         names = ["output"] if len(items) == 1 else [f"output_{i}" for i in range(len(items))]
+    for i, name in enumerate(names):
+        if not 0 < len(name) <= LONGEST_NAME or CONTROL.search(name) or name in names[:i]:
+            raise CaptureError(
+                f"the module returns an output named {shortened(name)!r}; give each a name of its own, of at most "
+                f"{LONGEST_NAME:,} characters and without control characters"
+            )
     others = [type(item).__name__ for item in items if not isinstance(item, Tensor)]
     if others or not items:
         found = f"{others[0]} in what it returned" if others else "nothing"

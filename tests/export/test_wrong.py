@@ -494,6 +494,13 @@ def test_a_size_that_the_exporter_freezes_is_found_at_another_and_named() -> Non
     assert wrong is not None and "differs from the module's with x [3, 6, 16]: " in wrong.evidence
 
 
+def test_a_frozen_size_that_only_a_case_shows_is_called_a_fault_of_export(tmp_path: Path) -> None:
+    module = Function(lambda x: x[:, : int(x.shape[1] ** 0.5)]).eval()  # 2 of 4 to 8 tokens
+    sizes = {"x": {0: Dim("samples", max=4), 1: Dim("tokens", min=2, max=32)}}
+    with pytest.raises(WrongError, match=r"not deployed: export: .* the exporter wrote a different function"):
+        attnforge.deploy(module, (X,), tmp_path / "b", sizes, targets=["onnxruntime"], tune=False)
+
+
 @pytest.mark.parametrize(
     ("function", "assumed"),
     [
