@@ -18,6 +18,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
@@ -155,6 +156,11 @@ def capture(
             raise CaptureError(
                 f"{type(module).__name__} returns a different {changed} if it was called with other inputs before: it "
                 "keeps state between calls, such as what it computed from its first inputs; compute that in every call"
+            )
+        if (stale := _kept_from_earlier_call(uncalled, precision, cast, answers[0])) is not None:
+            raise CaptureError(
+                f"{type(module).__name__} keeps {stale!r} from a call before it was deployed, without which it returns "
+                "something else; compute that in every call, or deploy the module before it is called"
             )
         for name, arg in zip(names, cast, strict=True):
             if name in answers[0] and not _is_same(answers[0][name], arg):
@@ -442,6 +448,34 @@ def _kept_from_first_call(
         return None
     answers = outputs_of(called, [arg.clone() for arg in others], dtype)
     return next((name for name, first in expected.items() if not _is_close(first, answers[name])), None)
+
+
+def _kept_from_earlier_call(
+    module: nn.Module, precision: Precision, args: Sequence[Tensor], answers: Mapping[str, Tensor]
+) -> str | None:
+    """The attribute whose tensors a call computes again if they are missing, and then answers something else; None if
+    there is none. What a call does not compute again is a constant."""
+    own = vars(nn.Module()).keys()
+    attributes = (item for part in module.modules() for item in vars(part).items() if item[0] not in own)
+    for name in dict.fromkeys(name for name, value in attributes if _has_tensors(value)):
+        for is_deleted in (False, True):
+            other = at_precision(module, precision)
+            parts = [vars(part) for part in other.modules() if _has_tensors(vars(part).get(name))]
+            for part in parts:
+                value = part.pop(name)
+                if not is_deleted:
+                    part[name] = type(value)() if isinstance(value, dict | list) else None
+            with suppress(CaptureError):
+                answer = outputs_of(other, [arg.clone() for arg in args], torch_dtype(precision))
+                is_other = any(not _is_close(first, answer[output]) for output, first in answers.items())
+                if is_other and any(_has_tensors(part.get(name)) for part in parts):
+                    return name
+                break
+    return None
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -29,7 +29,7 @@ def duplicate(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     weights = (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point())
     weights_dtype = next((tensor.dtype for tensor in weights), None)
     kept = [*module.parameters(), *_kept_in(module, {id(buffer) for buffer in module.buffers()})]
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers() if b.grad_fn is not None}
     for value in kept:
         if isinstance(value, nn.Parameter):
             copies[id(value)] = nn.Parameter(converted(value.detach(), dtype), requires_grad=False)

@@ -168,6 +168,66 @@ def test_a_module_that_keeps_results_of_its_first_inputs_is_refused() -> None:
         capture(KeepsKeys().eval(), (X, X.cos()), None, FP32)
 
 
+class KeepsKeysOf(nn.Module):
+    """Attends to the keys of the first call with as many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, Tensor] = {}
+
+    def forward(self, query: Tensor) -> Tensor:
+        tokens = query.shape[1]
+        if tokens not in self.keys:
+            self.keys[tokens] = query.tanh()
+        return (query @ self.keys[tokens].mT).softmax(-1)
+
+
+class KeepsNamedKeys(nn.Module):
+    """Attends to the keys of its first call, which it has as an attribute or not."""
+
+    keys: Tensor
+
+    def forward(self, query: Tensor) -> Tensor:
+        if "keys" not in vars(self):
+            self.keys = query.tanh()
+        return (query @ self.keys.mT).softmax(-1)
+
+
+@pytest.mark.parametrize("module", [KeepsKeys(), KeepsKeysOf(), KeepsNamedKeys()], ids=lambda m: type(m).__name__)
+def test_a_module_that_keeps_results_of_an_earlier_call_is_refused(module: nn.Module) -> None:
+    args = (X, X.cos()) if isinstance(module, KeepsKeys) else (X,)
+    module.eval()(*(arg.flip(1) for arg in args))
+    with pytest.raises(CaptureError, match="keeps 'keys' from a call before it was deployed"):
+        capture(module, args, None, FP32)
+
+
+class HasAnOptionalBias(nn.Module):
+    """Adds what it has as a plain attribute, and what it kept before, which is the same for all inputs."""
+
+    bias: Tensor | None = None
+    sizes: Tensor | None = None
+    means: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("means", torch.zeros(16))
+        self.bias = torch.arange(16.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sizes is None:
+            self.sizes = torch.arange(x.shape[2])
+        x = self.linear(x if self.bias is None else x + self.bias)
+        self.means = x.mean((0, 1))
+        return x * self.sizes
+
+
+def test_constants_and_what_every_call_computes_again_are_no_results_of_an_earlier_call() -> None:
+    module = HasAnOptionalBias().eval()
+    module(X.cos())
+    capture(module, (X,), None, FP32)
+
+
 class KeepsPositions(nn.Module):
     """Keeps what it computes from the sizes of its inputs alone."""
 
