@@ -65,7 +65,7 @@ def _kept_in(value: Any, seen: MutableSet[int]) -> Iterator[Tensor | FunctionTyp
         return
     if isinstance(value, partial | FunctionType):
         items = _references(value)
-        if not getattr(value, "__module__", "").startswith("torch."):  # which overrides know by identity
+        if not str(value.__module__).startswith("torch."):  # which overrides know by identity
             yield value
     elif isinstance(value, nn.Module):
         items = vars(value).values()
