@@ -510,4 +510,7 @@ def _why(error: BaseException) -> str:
     """The first line of torch's own reason, which is at the end of a chain of exceptions, and where it arose."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error) + raised_at(error)
+    line = first_line(error)
+    if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
+        line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
+    return line + raised_at(error)

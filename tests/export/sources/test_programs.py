@@ -254,6 +254,19 @@ def test_outputs_have_names_of_their_own(names: tuple[Any, Any]) -> None:
         capture(module, (torch.randn(2, 8),), None, precision_named("fp32"))
 
 
+class WithoutFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().erfinv()
+
+
+def test_an_operator_without_a_function_is_named() -> None:
+    words = (
+        r"torch cannot export WithoutFunction: its exporter has no ONNX function for prims\.erf_inv\.default; compute"
+    )
+    with pytest.raises(CaptureError, match=words):
+        capture(WithoutFunction(), (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
 class Conjugate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.view_as_complex(x).conj()
