@@ -161,9 +161,7 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     kept = [name for name, value in values_of(source.model).items() if value.uses() or value.is_graph_output()]
     names = [name for name in kept if name in module and is_floating(module[name])]
     graph = _graph(source.model, inputs, names)
-    off = {
-        name: error_of(graph[name], module[name]) if graph[name].shape == module[name].shape else 1.0 for name in names
-    }
+    off = {name: error_of(graph[name], module[name]) for name in names}
     tensor = next((name for limit in (source.precision.floor / 4, SAME) for name in names if off[name] > limit), None)
     if tensor is None:
         evidence = f"{summary}; so does that of torch.export's program"

@@ -127,7 +127,10 @@ def trace(
 
 
 def error_of(got: Array, exact: Array) -> float:
-    """Relative error over the elements that are finite in float64; infinite if one of these is lost."""
+    """Relative error over the elements that are finite in float64; infinite if one of these is lost, and 1 if the
+    shape is another."""
+    if got.shape != exact.shape:
+        return 1.0
     finite = np.isfinite(exact)
     got, exact = got[finite].astype(np.float64), exact[finite].astype(np.float64)
     return relative_error(got, exact) if np.isfinite(got).all() else np.inf

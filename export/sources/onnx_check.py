@@ -1,10 +1,11 @@
-"""Checks of an ONNX graph before anything is done with it: names are defined in order, and the numbers of operators and
+"""Checks of an ONNX graph before anything is done with it: names are defined, and the numbers of operators and
 the sizes of constants are plausible. On any other graph, libraries fail with errors of their own, or run for hours."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -79,7 +80,7 @@ def check(model: ir.Model) -> None:
     """Check a graph as it is in its file, before its functions are inlined.
 
     Raises:
-        UsageError: it is too large or nested too deep, a name in it is not defined or only defined later, an input has
+        UsageError: it is too large or nested too deep, a name in it is not defined or defined by itself, an input has
             no type, an output is no tensor of numbers, or a constant has fewer numbers than its dims say.
     """
     for value in model.graph.inputs:
@@ -300,7 +301,10 @@ def _inlined(operators: Counter[ir.OperatorIdentifier], sizes: Mapping[ir.Operat
 
 
 def _check_order(graph: ir.Graph) -> None:
-    """Check that every input of an operator is an input, a constant, or the output of an earlier operator."""
+    """Sort the operators, as ONNX Runtime does, and check that every input of one is an input, a constant, or the
+    output of an earlier one."""
+    with suppress(ValueError):  # of a cycle, which the check names
+        graph.sort()
     known = {id(value) for value in (*graph.inputs, *graph.initializers.values())}
     for node in graph:
         for value in node.inputs:

@@ -222,7 +222,9 @@ def _is_complex(argument: Any) -> bool:
 def _call(node: Node, operator: Any, *args: Any) -> Node:
     """Insert a call of an operator in the graph of `node`, whose place in the module it shares."""
     call = node.graph.call_function(operator, args)
-    call.meta = {**node.meta, "val": operator(*map_arg(args, _value))}
+    call.meta = dict(node.meta)
+    if operator not in (aten.complex.default, aten.polar.default):  # these make the node's own value, and fix its dims
+        call.meta["val"] = operator(*map_arg(args, _value))
     return call
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
@@ -147,29 +148,17 @@ def capture(
         torch._dynamo.reset()  # which keeps loops over tokens of earlier exports, and fixes sizes that it compares
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         uncalled = at_precision(copied, precision)
-        with _seeded(FIRST_LOW):
-            answers = [outputs_of(copied, [arg.clone() for arg in cast], dtype)]
-        with _seeded(FIRST_HIGH), counted(copied) as ran:
-            answers.append(outputs_of(copied, [arg.clone() for arg in cast], dtype))
-        if differing := [name for name, first in answers[0].items() if not _is_same(first, answers[1][name])]:
-            raise CaptureError(
-                f"{type(module).__name__} returns a different {differing[0]} when called again with the same inputs: "
-                "it draws random numbers or keeps state between calls; disable dropout outside training"
-            )
-        if (changed := _kept_from_first_call(copied, at_precision(uncalled, precision), cast, dtype)) is not None:
-            raise CaptureError(
-                f"{type(module).__name__} returns a different {changed} if it was called with other inputs before: it "
-                "keeps state between calls, such as what it computed from its first inputs; compute that in every call"
-            )
+        answers, ran = _answers(copied, uncalled, cast, precision)
         for name, arg in zip(names, cast, strict=True):
-            if name in answers[0] and not _is_same(answers[0][name], arg):
+            if name in answers and not _is_same(answers[name], arg):
                 raise CaptureError(
                     f"{type(module).__name__} returns {name!r}, which is an input too; rename one of them"
                 )
         is_dynamic = any(isinstance(dim, DimSpec) for declared in dims.values() for dim in declared)
-        program = _program((uncalled, copied) if is_dynamic else (copied,), cast, names, list(answers[0]), in_signature)
+        called = at_precision(copied, precision)  # torch replaces the containers of what it exports
+        program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers), in_signature)
     model = program.model
-    for value, name in zip(model.graph.outputs, answers[0], strict=True):
+    for value, name in zip(model.graph.outputs, answers, strict=True):
         value.name = name  # a value that is returned twice has the last of its names
     for node in model.graph:
         check_operator(node)
@@ -194,6 +183,43 @@ def capture(
         model, copied, cast, inputs, outputs, precision, exported,
         without_effect=missing(ran, used | kept), lost=missing(used, kept),
     )  # fmt: skip
+
+
+def _answers(
+    module: nn.Module, uncalled: nn.Module, args: Sequence[Tensor], precision: Precision
+) -> tuple[dict[str, Tensor], Any]:
+    """What a module answers to the example, and the softmaxes and attention operators that ran.
+
+    Args:
+        module: is called.
+        uncalled: a copy of it, which is not.
+        args: the example.
+        precision: that of both.
+
+    Raises:
+        CaptureError: it does not answer the same in every call, or is not the same function in every process.
+    """
+    name, dtype = type(module).__name__, torch_dtype(precision)
+    with _seeded(FIRST_LOW):
+        answers = outputs_of(module, [arg.clone() for arg in args], dtype)
+    with _seeded(FIRST_HIGH), counted(module) as ran:
+        again = outputs_of(module, [arg.clone() for arg in args], dtype)
+    if differing := [o for o, first in answers.items() if o not in again or not _is_same(first, again[o])]:
+        raise CaptureError(
+            f"{name} returns a different {differing[0]} when called again with the same inputs: it draws random "
+            "numbers or keeps state between calls; disable dropout outside training"
+        )
+    if (changed := _kept_from_first_call(module, at_precision(uncalled, precision), args, dtype)) is not None:
+        raise CaptureError(
+            f"{name} returns a different {changed} if it was called with other inputs before: it keeps state between "
+            "calls, such as what it computed from its first inputs; compute that in every call"
+        )
+    if (stale := _kept_from_earlier_call(uncalled, precision, args, answers)) is not None:
+        raise CaptureError(
+            f"{name} keeps {stale!r} from a call before it was deployed, without which it returns something else; "
+            "compute that in every call, or deploy the module before it is called"
+        )
+    return answers, ran
 
 
 def _program(
@@ -449,6 +475,36 @@ def _kept_from_first_call(
     return next((name for name, first in expected.items() if not _is_close(first, answers[name])), None)
 
 
+def _kept_from_earlier_call(
+    module: nn.Module, precision: Precision, args: Sequence[Tensor], answers: Mapping[str, Tensor]
+) -> str | None:
+    """The attribute whose tensors a call computes again if they are missing, and then answers something else; None if
+    there is none. What a call does not compute again is a constant."""
+    own, parts = vars(nn.Module()).keys(), (part for part in module.modules() if not isinstance(part, fx.GraphModule))
+    attributes = (item for part in parts for item in vars(part).items() if item[0] not in own)
+    for name in dict.fromkeys(name for name, value in attributes if _has_tensors(value)):
+        for is_deleted in (False, True):
+            other = at_precision(module, precision)
+            keeping = [vars(part) for part in other.modules() if _has_tensors(vars(part).get(name))]
+            for part in keeping:
+                value = part.pop(name)
+                if not is_deleted:
+                    part[name] = type(value)() if isinstance(value, dict | list) else None
+            with suppress(CaptureError):
+                answer = outputs_of(other, [arg.clone() for arg in args], torch_dtype(precision))
+                is_other = answer.keys() != answers.keys() or any(
+                    not _is_close(first, answer[output]) for output, first in answers.items()
+                )
+                if is_other and any(_has_tensors(part.get(name)) for part in keeping):
+                    return name
+                break
+    return None
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
 def _is_close(a: Tensor, b: Tensor) -> bool:
     """Whether two outputs are equal but for rounding, which may differ where one was computed from kept results."""
     a, b = a.double(), b.double()
@@ -460,4 +516,7 @@ def _why(error: BaseException) -> str:
     """The first line of torch's own reason, which is at the end of a chain of exceptions, and where it arose."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error) + raised_at(error)
+    line = first_line(error)
+    if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
+        line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
+    return line + raised_at(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -124,6 +126,39 @@ def floor_divide(self: Any, other: Any) -> Any:
     if isinstance(other, int):
         other = op.CastLike(other, self)
     return op.Div(op.Sub(self, op.Mod(self, other)), other)
+
+
+def floor_divide_sizes(self: Any, other: Any) -> Any:
+    """`self // other` of numbers of the shape, which the exporter rounds towards zero: the same where neither is
+    negative, as in most; but `-(-tokens // 2)` rounds up."""
+    return op.Div(self, other) if _is_counted(self) and _is_counted(other) else floor_divide(self, other)
+
+
+def _is_counted(size: Any) -> bool:
+    """Whether a number is computed from sizes by operators that make no negative numbers."""
+    if isinstance(size, int):
+        return size >= 0
+    node = size.producer()
+    if node is None or node.op_type not in ("Add", "Div", "Mod", "Mul", "Neg", "Sub"):
+        return True
+    return node.op_type not in ("Neg", "Sub") and all(map(_is_counted, node.inputs))
+
+
+def log_sigmoid(self: Any) -> Any:
+    """`logsigmoid`. The exporter's logarithm of a sigmoid is -inf where that is 0."""
+    return op.Neg(op.Softplus(op.Neg(self)))
+
+
+def log_add_exp(self: Any, other: Any) -> Any:
+    """`logaddexp`. The exporter's exponentials overflow."""
+    apart = op.Add(op.Max(self, other), op.Softplus(op.Neg(op.Abs(op.Sub(self, other)))))
+    return op.Where(op.Equal(self, other), op.Add(self, op.CastLike(math.log(2), self)), apart)  # both may be infinite
+
+
+def log_add_exp2(self: Any, other: Any) -> Any:
+    """`logaddexp2`, by :func:`log_add_exp`."""
+    scale = op.CastLike(math.log(2), self)
+    return op.Div(log_add_exp(op.Mul(self, scale), op.Mul(other, scale)), scale)
 
 
 def histogram(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> Any:
@@ -309,10 +344,14 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.addmm.default: added_to(core.aten_addmm),
     torch.ops.aten.baddbmm.default: added_to(core.aten_baddbmm),
     torch.ops.aten.scaled_dot_product_attention.default: attention,
+    operator.floordiv: floor_divide_sizes,
     torch.ops.aten.floor_divide.default: floor_divide,
     torch.ops.aten.histc.default: histogram,
     torch.ops.aten.flatten.using_ints: flatten,
     torch.ops.aten.index_put.default: index_put,
+    torch.ops.aten.log_sigmoid.default: log_sigmoid,
+    torch.ops.aten.logaddexp.default: log_add_exp,
+    torch.ops.aten.logaddexp2.default: log_add_exp2,
     torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.rsub.Scalar: rsub,
     torch.ops.aten.slice_scatter.default: slice_scatter,

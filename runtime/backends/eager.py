@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import warnings
@@ -21,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
-from attnforge.errors import CaptureError, UsageError, first_line, raised_as
+from attnforge.bundle.fields import LONGEST_NAME
+from attnforge.errors import CONTROL, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.copying import converted, duplicate
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
@@ -66,10 +67,10 @@ def at_precision(module: nn.Module, precision: Precision) -> nn.Module:
             advice = 'give the module as it was before, and precision="int8" to quantise it here'
             raise CaptureError(f"{kind} has a {part.__name__} that torch.ao quantised; {advice}")
     with raised_as(CaptureError, f"{kind} cannot be copied"):
-        copied = _copy(_frozen(module), dtype)
+        copied = duplicate(_frozen(module), dtype)
     _take_by_position(copied)
     copied.eval().requires_grad_(False)
-    return copied._apply(lambda tensor: _to(tensor, dtype))  # type: ignore[no-untyped-call,no-any-return]
+    return copied._apply(lambda tensor: converted(tensor, dtype))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _frozen(module: nn.Module) -> nn.Module:
@@ -77,7 +78,7 @@ def _frozen(module: nn.Module) -> nn.Module:
     module itself if it has none. Most are computed by operators that neither run in 16 bits nor have ONNX functions."""
     if not any(map(is_parametrized, module.modules())):
         return module
-    copied = _copy(module, torch.float32).eval()
+    copied = duplicate(module, torch.float32).eval()
     parts: list[Any] = list(filter(is_parametrized, copied.modules()))
     for part in parts:
         weights, again = ({name: getattr(part, name).detach() for name in part.parametrizations} for _ in range(2))
@@ -112,48 +113,7 @@ def _take_by_position(module: nn.Module) -> None:
 
 def doubled(module: nn.Module) -> nn.Module:
     """A copy of `module` with the same weights widened to float64."""
-    return _copy(module, torch.float64).double()
-
-
-@torch.no_grad()  # a script copies its parameters itself, and would record how
-def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of `module` whose parameters have `dtype` (one that has it already shares its memory). Tensors that the
-    module keeps outside parameters and buffers, such as a cache that an earlier call filled, also get `dtype` if they
-    have the weights' dtype. Tensors without dims are not converted: they take the dtype of what they are combined
-    with."""
-    weights = (tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point())
-    weights_dtype = next((tensor.dtype for tensor in weights), None)
-    kept = [tensor for part in module.modules() for tensor in _tensors_in(vars(part))]
-    copies: dict[int, Tensor] = {
-        id(parameter): nn.Parameter(_to(parameter.detach(), dtype), requires_grad=False)
-        for parameter in module.parameters()
-    }
-    copies |= {
-        id(tensor): tensor.detach().to(
-            dtype if tensor.dtype == weights_dtype and tensor.dim() else tensor.dtype, copy=True
-        )
-        for tensor in kept
-    }
-    return copy.deepcopy(module, copies)
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists and tuples, except parameters and the attributes of `torch.nn.Module`
-    itself."""
-    if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter):
-            yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                yield from _tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+    return duplicate(module, torch.float64).double()
 
 
 def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -172,7 +132,7 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     """
     tensors: list[Tensor] = [to_torch(array.copy()) for array in inputs.values()]  # a module may write to its inputs
     with torch.no_grad(), as_written():
-        return outputs_of(module, [_to(tensor, dtype) for tensor in tensors], dtype)
+        return outputs_of(module, [converted(tensor, dtype) for tensor in tensors], dtype)
 
 
 def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -273,7 +233,8 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     None.
 
     Raises:
-        CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors.
+        CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors, or a bundle cannot
+            have its names.
     """
     if dataclasses.is_dataclass(result) and not isinstance(result, Mapping):
         if pytree.tree_is_leaf(result):
@@ -285,6 +246,12 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     else:
         items = [*result] if isinstance(result, tuple | list) else [result]
         names = ["output"] if len(items) == 1 else [f"output_{i}" for i in range(len(items))]
+    for i, name in enumerate(names):
+        if not 0 < len(name) <= LONGEST_NAME or CONTROL.search(name) or name in names[:i]:
+            raise CaptureError(
+                f"the module returns an output named {shortened(name)!r}; give each a name of its own, of at most "
+                f"{LONGEST_NAME:,} characters and without control characters"
+            )
     others = [type(item).__name__ for item in items if not isinstance(item, Tensor)]
     if others or not items:
         found = f"{others[0]} in what it returned" if others else "nothing"

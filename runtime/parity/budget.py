@@ -253,7 +253,8 @@ def _budget(
     error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
     max_error = 2 * max(_max(errors.eager_off), math.sqrt(terms) * max_drawn) + rounding
     if is_tiny:
-        error = max(error, rounding * math.sqrt(errors.off.size) / float(np.linalg.norm(errors.truth)))
+        norm = errors.largest * float(np.linalg.norm(errors.truth / errors.largest))  # squares may be 0
+        error = max(error, rounding * math.sqrt(errors.off.size) / norm)
     if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):
         return _Budget(allowed.error, 2 * allowed.error * errors.largest + rounding)
     return _Budget(error, max_error)

@@ -168,6 +168,66 @@ def test_a_module_that_keeps_results_of_its_first_inputs_is_refused() -> None:
         capture(KeepsKeys().eval(), (X, X.cos()), None, FP32)
 
 
+class KeepsKeysOf(nn.Module):
+    """Attends to the keys of the first call with as many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, Tensor] = {}
+
+    def forward(self, query: Tensor) -> Tensor:
+        tokens = query.shape[1]
+        if tokens not in self.keys:
+            self.keys[tokens] = query.tanh()
+        return (query @ self.keys[tokens].mT).softmax(-1)
+
+
+class KeepsNamedKeys(nn.Module):
+    """Attends to the keys of its first call, which it has as an attribute or not."""
+
+    keys: Tensor
+
+    def forward(self, query: Tensor) -> Tensor:
+        if "keys" not in vars(self):
+            self.keys = query.tanh()
+        return (query @ self.keys.mT).softmax(-1)
+
+
+@pytest.mark.parametrize("module", [KeepsKeys(), KeepsKeysOf(), KeepsNamedKeys()], ids=lambda m: type(m).__name__)
+def test_a_module_that_keeps_results_of_an_earlier_call_is_refused(module: nn.Module) -> None:
+    args = (X, X.cos()) if isinstance(module, KeepsKeys) else (X,)
+    module.eval()(*(arg.flip(1) for arg in args))
+    with pytest.raises(CaptureError, match="keeps 'keys' from a call before it was deployed"):
+        capture(module, args, None, FP32)
+
+
+class HasAnOptionalBias(nn.Module):
+    """Adds what it has as a plain attribute, and what it kept before, which is the same for all inputs."""
+
+    bias: Tensor | None = None
+    sizes: Tensor | None = None
+    means: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("means", torch.zeros(16))
+        self.bias = torch.arange(16.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sizes is None:
+            self.sizes = torch.arange(x.shape[2])
+        x = self.linear(x if self.bias is None else x + self.bias)
+        self.means = x.mean((0, 1))
+        return x * self.sizes
+
+
+def test_constants_and_what_every_call_computes_again_are_no_results_of_an_earlier_call() -> None:
+    module = HasAnOptionalBias().eval()
+    module(X.cos())
+    capture(module, (X,), None, FP32)
+
+
 class KeepsPositions(nn.Module):
     """Keeps what it computes from the sizes of its inputs alone."""
 
@@ -212,6 +272,58 @@ def test_tables_that_a_module_keeps_for_its_sizes_do_not_fix_them(module: nn.Mod
     attnforge.deploy(module.eval(), (X,), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     x = torch.randn(2, 9, 16)
     torch.testing.assert_close(attnforge.load(tmp_path / "b")(x), x * torch.arange(9.0)[:, None])
+
+
+class ReturnsWhatAHookKept(nn.Module):
+    """Returns the attention weights, which a hook keeps in a dict of the module or of the code around it."""
+
+    def __init__(self, kept: dict[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.softmax, self.kept = nn.Softmax(-1), {} if kept is None else kept
+        if kept is None:
+            self.softmax.register_forward_hook(lambda module, args, output: self.kept.update(weights=output))
+        else:
+            self.softmax.register_forward_hook(lambda module, args, output: kept.update(weights=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.softmax(x @ x.mT)
+        return self.kept["weights"]
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("kept", [None, {}], ids=["its own", "of others"])
+def test_what_hooks_keep_is_of_the_last_call(kept: Any, is_called: bool, tmp_path: Path) -> None:
+    module = ReturnsWhatAHookKept(kept).eval()
+    if is_called:
+        module(X)
+    attnforge.deploy(module, (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
+    torch.testing.assert_close(attnforge.load(tmp_path / "b", "onnxruntime-cpu")(X.cos()), module(X.cos()))
+
+
+class Adapted(nn.Module):
+    """Its linear layer's forward is replaced by a function that adds a product of weights of small rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(6)
+        layer: Any = self.linear
+        forward, down, scale = layer.forward, nn.Parameter(torch.randn(16, 2)), nn.Parameter(torch.tensor([0.5]))
+        up = [nn.Parameter(torch.randn(2, 16))]
+        layer.forward = lambda x, scale=scale: forward(x) + self.norm(x) @ down @ up[0] * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y.softmax(-1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_functions_of_a_module_refer_to_the_copy_that_is_exported(precision: str) -> None:
+    module = Adapted()
+    captured = capture(module, (X,), None, precision_named(precision))
+    assert not module.norm.num_batches_tracked  # the copy is in eval mode, and the module stays as it is
+    expected = module.eval()(X).detach()
+    answer = torch.from_numpy(captured.eager({"x": X.numpy()})["output"])
+    torch.testing.assert_close(answer, expected, rtol=0, atol=2e-2 if precision == "bf16" else 1e-6)
 
 
 class Warm(nn.Module):
@@ -440,6 +552,13 @@ def test_a_size_that_the_exporter_freezes_is_found_at_another_and_named() -> Non
     module = Function(lambda x: x.reshape(int(x.shape[0] / 0.5), 3, -1).mT.reshape(x.shape)).eval()
     wrong = departure(capture(module, (X,), {"x": {0: Dim("samples", min=1, max=9)}}, FP32))
     assert wrong is not None and "differs from the module's with x [3, 6, 16]: " in wrong.evidence
+
+
+def test_a_frozen_size_that_only_a_case_shows_is_called_a_fault_of_export(tmp_path: Path) -> None:
+    module = Function(lambda x: x[:, : int(x.shape[1] ** 0.5)]).eval()  # 2 of 4 to 8 tokens
+    sizes = {"x": {0: Dim("samples", max=4), 1: Dim("tokens", min=2, max=32)}}
+    with pytest.raises(WrongError, match=r"not deployed: export: .* the exporter wrote a different function"):
+        attnforge.deploy(module, (X,), tmp_path / "b", sizes, targets=["onnxruntime"], tune=False)
 
 
 @pytest.mark.parametrize(

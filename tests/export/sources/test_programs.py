@@ -113,6 +113,8 @@ class Complex(nn.Module):
 
 def test_complex_numbers_are_pairs() -> None:
     check(Complex(), rtol=1e-5, atol=1e-6)
+    captured = capture(Complex().eval(), (torch.randn(3, 7, 8),), SHAPES, precision_named("fp32"))
+    assert not any(isinstance(spec.dims[0], int) for spec in captured.outputs), "no dim is fixed"
 
 
 def test_complex_inputs_and_outputs_are_refused() -> None:
@@ -254,6 +256,27 @@ class Several(nn.Module):
 def test_what_is_returned_must_be_tensors(results: Any, found: str) -> None:
     with pytest.raises(CaptureError, match=f"dataclass of tensors, {found}"):
         capture(Several(results), (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
+@pytest.mark.parametrize("names", [("0", 0), ("a", ""), ("a", "a\nb"), ("a", "a" * 1025)])
+def test_outputs_have_names_of_their_own(names: tuple[Any, Any]) -> None:
+    module = Several(None)
+    module.forward = lambda x: dict.fromkeys(names, x + 1)  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"the module returns an output named '.*'; give each a name of its own"):
+        capture(module, (torch.randn(2, 8),), None, precision_named("fp32"))
+
+
+class WithoutFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().erfinv()
+
+
+def test_an_operator_without_a_function_is_named() -> None:
+    words = (
+        r"torch cannot export WithoutFunction: its exporter has no ONNX function for prims\.erf_inv\.default; compute"
+    )
+    with pytest.raises(CaptureError, match=words):
+        capture(WithoutFunction(), (torch.randn(2, 8),), None, precision_named("fp32"))
 
 
 class Conjugate(nn.Module):

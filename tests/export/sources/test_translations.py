@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.nn import functional as F
 from transformers.integrations import moe
 
 from attnforge.export.attention.canonicalize import canonicalize
@@ -128,6 +129,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing replaced, between crossed ends": lambda x: x.slice_scatter(x[:, :, :0], 2, 5, 3),
     "every third replaced": lambda x: x.slice_scatter(x[..., ::3] + 1, 3, 0, 32, 3),
     "samples replaced": lambda x: x.slice_scatter(x[:1] + 1, 0, 0, 1) if x.shape[0] else x,
+    "half of the tokens, rounding up": lambda x: x[:, : -(-x.shape[1] // 2)],
+    "half of all tokens but four, rounding down": lambda x: x[:, : (x.shape[1] - 4) // 2 + 2],
+    "logarithms of sigmoids": lambda x: F.logsigmoid(x * 20),
+    "logarithms of sums of two": lambda x: torch.logaddexp(x * 20, -x) + torch.logaddexp2(x * 20, -x),
     "divided, rounding down": lambda x: x // 3 + x.long() // 3 + x.long() // -2,
     "a number where tokens are even": lambda x: put(x, [None, torch.arange(x.shape[1]) % 2 == 0], 0.5),
     "a number at some tokens and rows": lambda x: put(x, [None, upper(x)], torch.tensor([0.5])),

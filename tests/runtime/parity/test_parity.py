@@ -217,6 +217,12 @@ def test_all_subnormal_outputs_have_the_ulp_of_every_element() -> None:
     assert not tried(truth + 5 * least, truth, truth).passed
 
 
+def test_outputs_whose_squares_are_zero_in_float64_have_it_too() -> None:
+    truth, least = np.array([3e-200, -2e-200]), 2.0**-149
+    for got, passes in ((0.0, True), (4 * least, True), (5 * least, False)):
+        assert judged(np.full(2, got), np.zeros(2), truth).passed == passes
+
+
 @pytest.mark.parametrize("exactly", [False, True])
 def test_the_budget_of_a_bundle_that_chose_its_precisions(exactly: bool) -> None:
     def passes(error: float, eager_error: float, case: Case = CASE, eager: Array | None = None) -> bool:
