@@ -90,7 +90,7 @@ def deploy(
         max_error: for `auto`, the maximum relative error on ordinary inputs; by default twice that of eager at fp16,
             and at most 1e-2. If a metric is given and this is not, the metric decides. For quantised products, the
             maximum error against float64 on real data, or on ordinary inputs if there is none.
-        tune: measure on this machine, for at most 20 seconds, which form of each site is fastest on ONNX Runtime's CPU
+        tune: measure on this machine, for about 20 seconds, which form of each site is fastest on ONNX Runtime's CPU
             backend and on OpenVINO, which settings of ONNX Runtime's session are, and which backend is fastest within
             the parity budget; `auto` then loads that backend here. Without it, fixed rules choose, and the same module
             gives the same bundle everywhere.
