@@ -103,6 +103,10 @@ def decomposed(
     Raises:
         ValueError: see :func:`_is_projected`.
     """
+    for node in reversed(program.graph.nodes):
+        if node.target in ASSERTIONS:
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(node.target == aten.einsum.default and len(node.args[1]) > 2 for node in nodes):
         registry.functions.pop("aten::einsum")  # torch makes products of two of it, of which attention consists

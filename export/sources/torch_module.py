@@ -44,6 +44,7 @@ from attnforge.runtime.backends.eager import (
     run,
     torch_dtype,
 )
+from attnforge.runtime.backends.flexible import traced
 
 DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 
@@ -236,7 +237,7 @@ def _program(
         with suppress(CaptureError):
             return _program([other], args, names, outputs, shapes)
     try:
-        with _Data():
+        with _Data(), traced():
             program = torch.onnx.export(
                 last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
                 verbose=False, input_names=names, output_names=outputs, optimize=False,

@@ -25,6 +25,7 @@ from attnforge.errors import CONTROL, CaptureError, UsageError, first_line, rais
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.copying import converted, duplicate
+from attnforge.runtime.backends.flexible import interpreted
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 
@@ -142,7 +143,8 @@ def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) ->
         CaptureError: it fails, in one line that names the line of code, or does not return tensors.
     """
     try:
-        return named_outputs(module(*args))
+        with interpreted():
+            return named_outputs(module(*args))
     except (CaptureError, MemoryError):
         raise
     except Exception as error:
