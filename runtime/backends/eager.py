@@ -25,7 +25,7 @@ from attnforge.errors import CONTROL, CaptureError, UsageError, first_line, rais
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.copying import converted, duplicate
-from attnforge.runtime.backends.flexible import interpreted
+from attnforge.runtime.backends.uncompiled import interpreted
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 

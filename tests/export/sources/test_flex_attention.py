@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as flex
 import attnforge
 from attnforge.errors import CaptureError
 from attnforge.export.attention.canonicalize import canonicalize
+from attnforge.export.sources.exported_program import open_program
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 
@@ -113,6 +114,14 @@ def test_a_mask_that_the_module_itself_computes_is_whole() -> None:
     assert [site.reason for site in canonicalize(captured.model).sites] == [None]
     constants = (value.const_value for value in captured.model.graph.initializers.values())
     assert 45 in [tensor.numpy().item() for tensor in constants if tensor is not None and tensor.size == 1]
+
+
+def test_an_exported_program_is_refused_by_name() -> None:
+    x = torch.randn(2, 9, 8)
+    with torch.no_grad():
+        program = torch.export.export(Attending(), (x,))
+    with pytest.raises(CaptureError, match="no ONNX function for flex_attention; compute it by other operators"):
+        capture(open_program(program).module, (x,), None, FP32)
 
 
 def test_indices_one_after_the_other_are_refused() -> None:

@@ -56,7 +56,7 @@ def _with(attend: Callable[..., Any], **others: Any) -> Iterator[None]:
 
 def _create_mask(mask: Callable[..., Tensor], B: Any, H: Any, Q_LEN: int, KV_LEN: int, device: Any = None) -> Tensor:
     """Torch's function of that name: a mask of these sizes, of which None is 1."""
-    whole = torch.ones(B or 1, H or 1, Q_LEN, KV_LEN, dtype=torch.bool, device=device)
+    whole = torch.ones([1 if size is None else size for size in (B, H, Q_LEN, KV_LEN)], dtype=torch.bool, device=device)
     return whole & mask(*_indices(whole))
 
 
