@@ -28,10 +28,6 @@ def _is_counted(operator: str) -> bool:
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # flex_attention compiles itself, which torch refuses to do within other modes
-
     def __init__(self, running: list[str], modules: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._running, self._modules = running, modules
