@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch._higher_order_ops import flex_attention
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -96,6 +97,8 @@ def as_module(program: ExportedProgram) -> tuple[Program, dict[str, Tensor]]:
         training = node.kwargs.get("train", node.args[-1:] == (True,))
         if node.op == "call_function" and "dropout" in str(node.target) and training:
             raise UsageError(f"the program draws random numbers ({node.name}); export it in eval mode")
+        if node.target is flex_attention:
+            raise UsageError("the program has flex_attention, which has no ONNX function; deploy its module instead")
     with raised_as(UsageError, f"the program {UNREADABLE}"), quiet():
         leaves = pytree.tree_leaves(program.example_inputs)
         names = [str(name) for name in program.graph_signature.user_inputs]

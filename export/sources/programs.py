@@ -104,9 +104,9 @@ def decomposed(
         ValueError: see :func:`_is_projected`.
     """
     for node in reversed(program.graph.nodes):
-        if node.target in ASSERTIONS:
+        if node.target == aten._assert_tensor_metadata.default:  # which would keep what nothing else reads
             program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()
+    program.graph.eliminate_dead_code(lambda node: node.is_impure() or not isinstance(node.target, OpOverload))
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(node.target == aten.einsum.default and len(node.args[1]) > 2 for node in nodes):
         registry.functions.pop("aten::einsum")  # torch makes products of two of it, of which attention consists

@@ -57,9 +57,6 @@ KEPT_ERROR = 2.0**-5
 
 DATA: Callable[[Any], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 
-UNKNOWN = r"No ONNX function found for <(?:OpOverload\(op='(.+?)', overload='(.+?)'\)|torch\._higher_order_ops\.(\w+))"
-"""How torch's exporter names an operator that it cannot export."""
-
 RECURRENT = ("GRU", "LSTM", "RNN")
 """Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
 
@@ -521,7 +518,6 @@ def _why(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     line = first_line(error)
-    if unknown := re.match(UNKNOWN, line):
-        name = ".".join(filter(None, unknown.groups()))
-        line = f"its exporter has no ONNX function for {name}; compute it by other operators"
+    if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
+        line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
     return line + raised_at(error)
