@@ -57,6 +57,7 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "steep indices": (lambda s, y: (100 * y).sin().argmax(-1), ()),
     "booleans": (lambda s, y: (y, y > 0), ()),
     "a weight": (lambda s, y: (y, s.offset), ()),
+    "a constant with a weight's name": (lambda s, y: {"y": y + s.offset, "offset": s.offset.exp()}, ()),
     "the same twice": (lambda s, y: (y, y), ()),
     "a number": (lambda s, y, t: y * t, (torch.tensor(0.5),)),
     "a number out": (lambda s, y: y.square().mean(), ()),

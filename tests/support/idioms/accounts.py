@@ -402,8 +402,8 @@ class Unused(nn.Module):
 
 
 class UnusedOperator(Heads):
-    """An attention operator whose result is not used: torch.export keeps it and the dropout after it, as they might draw
-    random numbers."""
+    """An attention operator whose result is not used: torch.export keeps it, and the dropout after it, as they might
+    draw random numbers."""
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = self.qkv(x)
