@@ -451,7 +451,7 @@ def _check_symbolic(value: ir.Value, dims: Dims) -> None:
         if isinstance(declared, DimSpec) and isinstance(got, int):
             raise CaptureError(
                 f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at "
-                f"{got}: the module's code depends on its value; give "
+                f"{got}: the module's code depends on its value, as it does with len(x) in place of x.shape[0]; give "
                 f"{'an example size of at least 2' if got == 1 else 'no Dim for it'}"
             )
 
@@ -519,4 +519,6 @@ def _why(error: BaseException) -> str:
     line = first_line(error)
     if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
         line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
+    if values := re.match(r"Could not .* (data-dependent expression .*) \(unhinted: ", line):
+        line = f"its code depends on values ({values[1]}); choose by torch.where, or deploy the part before it"
     return line + raised_at(error)
