@@ -258,6 +258,11 @@ def over_all(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     return extreme
 
 
+def stable_sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """`sort(stable=True)`, which the exporter lacks. TopK returns equal elements in their order."""
+    return core.aten_sort(self, dim, descending)
+
+
 def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """`self[indices] = values`. The exporter takes a mask as the first index only, and scatters to the positions at
     which it is true. Values that are the same at all of them are chosen where it is, as by `masked_fill`.
@@ -370,6 +375,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.rsub.Scalar: rsub,
     torch.ops.aten.slice_scatter.default: slice_scatter,
+    torch.ops.aten.sort.stable: stable_sort,
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

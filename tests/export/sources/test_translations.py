@@ -147,6 +147,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "added to nothing": lambda x: torch.addmm(ROW / 0, x[:, :, 0].flatten(0, 1), torch.eye(32), beta=0, alpha=2),
     "the largest and the least of all": lambda x: x + ends(x).amax() - ends(x).amin(),
     "the largest of rows and columns": lambda x: x + x.amax((-2, -1), keepdim=True) - x.amin((2, 3), keepdim=True),
+    "sorted, equal ones in order": lambda x: x.argsort(dim=2, stable=True) - x.sort(stable=True, descending=True)[1],
     "counted": lambda x: torch.histc(x.long().float(), bins=5, min=0, max=4),
     "counted between other ends": lambda x: torch.histc(x.long().float(), bins=5, min=-2, max=6),
     "counted by halves": lambda x: torch.histc(x * 0.5, bins=5, min=0, max=4),
