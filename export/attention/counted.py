@@ -10,7 +10,9 @@ from typing import Any
 
 import onnx_ir as ir
 from torch import nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,16 +61,25 @@ def counted(module: nn.Module) -> Iterator[Counter[str]]:
             hook.remove()
 
 
+def _writes(node: Node) -> bool:
+    """Whether an operator changes a tensor in place, which its users do not show."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def in_program(program: ExportedProgram) -> Counter[str]:
-    """The submodules of the softmaxes and attention operators of a program whose results depend on its inputs. The same
-    operator on the same operands counts once."""
+    """The submodules of the softmaxes and attention operators of a program whose results depend on its inputs, and on
+    which its outputs depend. The same operator on the same operands counts once."""
+    used: set[Node] = set()
+    for node in reversed(program.graph.nodes):
+        if node.op == "output" or node in used or _writes(node):
+            used.update(node.all_input_nodes)
     dependent = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     modules: dict[str, str] = {}
     for node in program.graph.nodes:
         if dependent.isdisjoint(node.all_input_nodes):
             continue
         dependent.add(node)
-        if _is_counted(str(node.target)) and node.users:
+        if _is_counted(str(node.target)) and node in used:
             name, kind = [("", ""), *node.meta.get("nn_module_stack", {}).values()][-1]
             modules[f"{node.target} {node.args} {node.kwargs}"] = name or kind.rpartition(".")[2]
     return Counter(modules.values())

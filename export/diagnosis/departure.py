@@ -87,10 +87,10 @@ def _departure_at(source: Captured, case: Case) -> Wrong | None:
     truth = {name: to_numpy(name, value) for name, value in exact.items()}
     try:
         with raised_as(BuildError, f"the exported graph does not run with {_shapes(inputs)}", passing=(OSError,)):
-            got = _graph(source.model, inputs)
+            got, is_exact = _graph(source.model, inputs)
     except BuildError as error:  # such as a frozen size
         return Wrong(cause="export", stage="plain", evidence=str(error))
-    missed = _missed(source, case, got, eager, truth)
+    missed = _missed(source, case, got, is_exact, eager, truth)
     return None if missed is None else _located(source, inputs, missed)
 
 
@@ -118,24 +118,29 @@ def _has_room(model: ir.Model, case: Case) -> bool:
     return left is None or 8 * (weights + most_alive(model, case.sizes) + 3 * max(scores)) <= left / 2
 
 
-def _graph(model: ir.Model, inputs: Mapping[str, Array], names: Sequence[str] | None = None) -> Tensors:
+def _graph(model: ir.Model, inputs: Mapping[str, Array], names: Sequence[str] | None = None) -> tuple[Tensors, bool]:
     """Run the graph in float64 or, if it has an operator without a double kernel, at its own precision; return its
-    outputs, or the named tensors."""
+    outputs, or the named tensors, and whether they are in float64."""
     try:
-        return in_float64(model, names, least_stays_least=True, runs_once=True)(inputs)
+        return in_float64(model, names, least_stays_least=True, runs_once=True)(inputs), True
     except NoDoublePath:
-        return at_own_precision(model, names)(inputs)
+        return at_own_precision(model, names)(inputs), False
 
 
 def _missed(
-    source: Captured, case: Case, got: Tensors, eager: Mapping[str, Array], exact: Mapping[str, Array]
+    source: Captured,
+    case: Case,
+    got: Tensors,
+    is_exact: bool,
+    eager: Mapping[str, Array],
+    exact: Mapping[str, Array],
 ) -> Comparison | None:
     """The first output of the graph that misses the budget where eager does not overflow.
 
     Its error may be twice eager's, because what the exporter computed ahead of time it computed at the bundle's
-    precision. No sum of the graph is rounded, so the floor is that of a single rounding.
+    precision. No sum of a graph in float64 is rounded, so its floor is that of a single rounding.
     """
-    precision = replace(source.precision, floor=2 * source.precision.unit)
+    precision = replace(source.precision, floor=2 * source.precision.unit) if is_exact else source.precision
     judged = (judge(case, name, got[name], eager[name], truth, precision) for name, truth in exact.items())
     return next((comparison for comparison in judged if not comparison.passed and not comparison.overflowed), None)
 
@@ -147,10 +152,7 @@ def _shapes(inputs: Mapping[str, Array]) -> str:
 def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) -> Wrong | None:
     """The first tensor in which a graph that misses the budget differs from the module; None if that is a constant
     which the bundle's precision rounds, because eager may add a number to 16-bit ones in fp32."""
-    given = _shapes(inputs)
-    summary = (
-        f"in float64, {missed.output} of the exported graph differs from the module's with {given}: {missed.reason}"
-    )
+    summary = f"{missed.output} of the exported graph differs from the module's with {_shapes(inputs)}: {missed.reason}"
     program = source.program
     if program is None:
         return Wrong(cause="export", stage="plain", evidence=summary, tensor=missed.output)
@@ -160,24 +162,26 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     module = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
     kept = [name for name, value in values_of(source.model).items() if value.uses() or value.is_graph_output()]
     names = [name for name in kept if name in module and is_floating(module[name])]
-    graph = _graph(source.model, inputs, names)
+    graph, is_exact = _graph(source.model, inputs, names)
+    limits = (source.precision.floor / 4, SAME) if is_exact else (source.precision.floor, source.precision.floor / 4)
     off = {name: error_of(graph[name], module[name]) for name in names}
-    tensor = next((name for limit in (source.precision.floor / 4, SAME) for name in names if off[name] > limit), None)
+    tensor = next((name for limit in limits for name in names if off[name] > limit), None)
     if tensor is None:
         evidence = f"{summary}; so does that of torch.export's program"
         return Wrong(cause="export", stage="torch.export", evidence=evidence)
     value = values_of(source.model)[tensor]
     if value.producer() is None and np.array_equal(module[tensor].astype(source.precision.dtype), graph[tensor]):
         return None
-    agreed = {name for name in names[: names.index(tensor)] if off[name] <= SAME}
+    agreed = {name for name in names[: names.index(tensor)] if off[name] <= limits[-1]}
     nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
     way = _way(nodes[tensor], agreed, tensors)
     lost = [node for node in way if renamed.get(node.name, node.name) not in kept]
     region, _ = region_of(source.model, tensor, agreed)
     computed = ", ".join(node.op_type for node in region) or "has a constant"
     evidence = (
-        f"in float64, {tensor} of the exported graph is {scientific(off[tensor])} off the module's, although its "
-        f"operands agree: the module computes {_text(way)}, the graph {computed}"
+        f"in {'float64' if is_exact else source.precision.name}, {tensor} of the exported graph is "
+        f"{scientific(off[tensor])} off the module's, although its operands agree: the module computes {_text(way)}, "
+        f"the graph {computed}"
     )
     return _wrong_at(value, way, lost, evidence)
 

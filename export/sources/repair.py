@@ -78,6 +78,7 @@ def optimise(model: ir.Model) -> None:
     1.000001 (torch 2.13, onnxscript 0.7).
     """
     common.InlinePass()(model)
+    common.NameFixPass()(model)  # an output that is folded to a constant may have a weight's name
     for _ in range(ROUNDS):
         optimizer.fold_constants(model, onnx_shape_inference=True)
         with _rules_by_operator():

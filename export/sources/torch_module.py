@@ -452,7 +452,7 @@ def _check_symbolic(value: ir.Value, dims: Dims) -> None:
         if isinstance(declared, DimSpec) and isinstance(got, int):
             raise CaptureError(
                 f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at "
-                f"{got}: the module's code depends on its value; give "
+                f"{got}: the module's code depends on its value, as it does with len(x) in place of x.shape[0]; give "
                 f"{'an example size of at least 2' if got == 1 else 'no Dim for it'}"
             )
 
@@ -513,11 +513,19 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, KEPT_ERROR, KEPT_ERROR * float(largest), equal_nan=True)
 
 
+_WITHOUT_FUNCTION = re.compile(
+    r"No ONNX function found for <(?:OpOverload\(op='(.+?)', overload='(.+?)'\)>|torch\._higher_order_ops\.(\w+)\.)"
+)
+
+
 def _why(error: BaseException) -> str:
     """The first line of torch's own reason, which is at the end of a chain of exceptions, and where it arose."""
     while error.__cause__ is not None:
         error = error.__cause__
     line = first_line(error)
-    if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
-        line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
+    if unknown := _WITHOUT_FUNCTION.match(line):
+        name = ".".join(filter(None, unknown.groups()))
+        line = f"its exporter has no ONNX function for {name}; compute it by other operators"
+    if values := re.match(r"Could not .* (data-dependent expression .*) \(unhinted: ", line):
+        line = f"its code depends on values ({values[1]}); choose by torch.where, or deploy the part before it"
     return line + raised_at(error)

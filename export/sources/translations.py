@@ -245,6 +245,24 @@ def added_to(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     return product
 
 
+def over_all(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of `amax` and `amin` over some dims or, without any, over all; the exporter's refuses that.
+
+    Args:
+        otherwise: the exporter's function.
+    """
+
+    def extreme(self: Any, dim: Sequence[int] | None = None, keepdim: bool = False) -> Any:
+        return otherwise(self, list(dim) if dim else None, keepdim)
+
+    return extreme
+
+
+def stable_sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """`sort(stable=True)`, which the exporter lacks. TopK returns equal elements in their order."""
+    return core.aten_sort(self, dim, descending)
+
+
 def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """`self[indices] = values`. The exporter takes a mask as the first index only, and scatters to the positions at
     which it is true. Values that are the same at all of them are chosen where it is, as by `masked_fill`.
@@ -342,6 +360,8 @@ def _merged(x: _Tensor) -> Any:
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: grouped_product,
     torch.ops.aten.addmm.default: added_to(core.aten_addmm),
+    torch.ops.aten.amax.default: over_all(core.aten_amax),
+    torch.ops.aten.amin.default: over_all(core.aten_amin),
     torch.ops.aten.baddbmm.default: added_to(core.aten_baddbmm),
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     operator.floordiv: floor_divide_sizes,
@@ -355,6 +375,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.rsub.Scalar: rsub,
     torch.ops.aten.slice_scatter.default: slice_scatter,
+    torch.ops.aten.sort.stable: stable_sort,
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

@@ -98,6 +98,15 @@ def test_a_norm_of_zeros_is_finite_where_it_runs(tmp_path: Path) -> None:
         assert np.array_equal(session(np.zeros((2, 6, 16), np.float32)), np.zeros((2, 6, 16)))
 
 
+# --- operators without a float64 kernel -------------------------------------------------------------------------------
+
+
+def test_an_operator_that_only_runs_in_fp32_has_the_floor_of_fp32() -> None:
+    pixels = torch.randn(1, 1, 128, 128, generator=torch.Generator().manual_seed(0)) + 1
+    module = nn.Sequential(nn.InstanceNorm2d(1), nn.ConvTranspose2d(1, 1, 2, 2))
+    assert departure(capture(module.eval(), (pixels,), None, FP32)) is None
+
+
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 
@@ -440,6 +449,14 @@ def test_backends_show_what_the_export_does_not(tmp_path: Path, monkeypatch: pyt
         deployed(torch.tanh, tmp_path / "b")
     bundle = deployed(torch.tanh, tmp_path / "b", keep_wrong=True)
     assert bundle.manifest.wrong is not None and bundle.manifest.wrong.cause == "export"
+
+
+@pytest.mark.usefixtures("sigmoid_for_tanh")
+def test_a_fault_after_an_operator_that_only_runs_in_fp32_is_named() -> None:
+    module = nn.Sequential(nn.ConvTranspose1d(6, 6, 2), nn.Tanh(), nn.ConvTranspose1d(6, 6, 2))
+    wrong = departure(capture(module.eval(), (X,), None, FP32))
+    assert wrong is not None and wrong.evidence.startswith("in fp32, tanh of the exported graph is ")
+    assert wrong.evidence.endswith(" aten.tanh.default(convolution), the graph Sigmoid")
 
 
 @pytest.mark.usefixtures("sigmoid_for_tanh")

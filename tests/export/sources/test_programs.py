@@ -13,6 +13,7 @@ from onnxscript.rewriter._matcher import SimplePatternMatcher
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
 from torch.onnx._internal.exporter import _fx_passes
@@ -176,7 +177,7 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize(("size", "advice"), [(1, "an example size of at least 2"), (5, "no Dim for it")])
 def test_a_dim_that_the_export_fixes(size: int, advice: str) -> None:
-    with pytest.raises(CaptureError, match=f"the export fixed it at {size}: .*; give {advice}$"):
+    with pytest.raises(CaptureError, match=f"fixed it at {size}: .* len\\(x\\) in place of x.shape.*; give {advice}$"):
         capture(Frozen(), (torch.zeros(size),), ({0: Dim("n", min=1, max=8)},), precision_named("fp32"))
 
 
@@ -271,12 +272,19 @@ class WithoutFunction(nn.Module):
         return x.tanh().erfinv()
 
 
-def test_an_operator_without_a_function_is_named() -> None:
-    words = (
-        r"torch cannot export WithoutFunction: its exporter has no ONNX function for prims\.erf_inv\.default; compute"
-    )
+class Flexible(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return flex_attention(x[None, None], x[None, None], x[None, None])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("module", "operator"), [(WithoutFunction(), r"prims\.erf_inv\.default"), (Flexible(), "flex_attention")]
+)
+def test_an_operator_without_a_function_is_named(module: nn.Module, operator: str) -> None:
+    words = f"^torch cannot export .*: its exporter has no ONNX function for {operator}; compute it by other operators"
     with pytest.raises(CaptureError, match=words):
-        capture(WithoutFunction(), (torch.randn(2, 8),), None, precision_named("fp32"))
+        capture(module, (torch.randn(2, 8),), None, precision_named("fp32"))
 
 
 class Conjugate(nn.Module):

@@ -96,6 +96,11 @@ def upper(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1])[:, None] < torch.arange(x.shape[2])
 
 
+def ends(x: Tensor) -> Tensor:
+    """The numbers of a tensor, and a zero in case that there are none."""
+    return F.pad(x.flatten(), (0, 1))
+
+
 ROW = torch.arange(32.0)
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -140,6 +145,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "a row at some tokens and rows": lambda x: put(x, [None, upper(x)], ROW),
     "a row where the first number is negative": lambda x: put(x, [x[..., 0] < 0], ROW),
     "added to nothing": lambda x: torch.addmm(ROW / 0, x[:, :, 0].flatten(0, 1), torch.eye(32), beta=0, alpha=2),
+    "the largest and the least of all": lambda x: x + ends(x).amax() - ends(x).amin(),
+    "the largest of rows and columns": lambda x: x + x.amax((-2, -1), keepdim=True) - x.amin((2, 3), keepdim=True),
+    "sorted, equal ones in order": lambda x: x.argsort(dim=2, stable=True) - x.sort(stable=True, descending=True)[1],
     "counted": lambda x: torch.histc(x.long().float(), bins=5, min=0, max=4),
     "counted between other ends": lambda x: torch.histc(x.long().float(), bins=5, min=-2, max=6),
     "counted by halves": lambda x: torch.histc(x * 0.5, bins=5, min=0, max=4),

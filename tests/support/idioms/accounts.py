@@ -402,11 +402,12 @@ class Unused(nn.Module):
 
 
 class UnusedOperator(Heads):
-    """An attention operator whose result is not used: torch.export keeps it, as it might draw random numbers."""
+    """An attention operator whose result is not used: torch.export keeps it, and the dropout after it, as they might
+    draw random numbers."""
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = self.qkv(x)
-        F.scaled_dot_product_attention(k, q, v)
+        F.dropout(F.scaled_dot_product_attention(k, q, v), training=False)
         return self.merged(F.scaled_dot_product_attention(q, k, v))
 
 
