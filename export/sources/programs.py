@@ -45,6 +45,9 @@ SAME: Mapping[OpOverload, OpOverload] = {
 CASTS: Mapping[OpOverload, int] = {aten.to.dtype: 1, aten.to.device: 2, aten.to.dtype_layout: 1}
 """Operators that cast, and the position of the dtype in their arguments."""
 
+CAST: OpOverload = torch.ops.prims.convert_element_type.default
+"""The operator by which the exporter casts operands of several dtypes to one."""
+
 LEFT_TO_TORCH = frozenset({
     aten.chunk.default, aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default,
     aten.resolve_neg.default, aten.native_batch_norm.default, aten.sym_storage_offset.default,
@@ -104,8 +107,14 @@ def decomposed(
         ValueError: see :func:`_is_projected`.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    if any(node.target == aten.einsum.default and len(node.args[1]) > 2 for node in nodes):
+    einsums = [node for node in nodes if node.target == aten.einsum.default]
+    if any(len(node.args[1]) > 2 or node.meta["val"].dtype == torch.bool for node in einsums):
         registry.functions.pop("aten::einsum")  # torch makes products of two of it, of which attention consists
+    for node in einsums:  # ONNX's takes operands of one type
+        dtype = node.meta["val"].dtype
+        with program.graph.inserting_before(node):
+            alike = [x if x.meta["val"].dtype == dtype else _call(node, CAST, x, dtype) for x in node.args[1]]
+        node.args = (node.args[0], alike, *node.args[2:])
     known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     for node in nodes:
         if node.target == aten.clamp.default and node.meta["val"].is_floating_point():  # the exporter wants one type

@@ -423,13 +423,24 @@ def _listed(shapes: Any) -> Any:
 
 
 def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, Dims]) -> None:
-    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape."""
+    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape.
+
+    Raises:
+        CaptureError: the exporter narrowed a dim to the multiples of a number.
+    """
     aliases: dict[str, str] = {}
     examples = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     for name, declared in zip(exported.graph_signature.user_inputs, dims.values(), strict=True):
-        for size, dim in zip(examples[name].shape, declared, strict=True):
+        for i, (size, dim) in enumerate(zip(examples[name].shape, declared, strict=True)):
             if isinstance(dim, DimSpec) and not isinstance(size, int):
-                aliases[str(size.node.expr / dim.factor)] = dim.symbol
+                multiple, symbol = size.node.expr.as_coeff_Mul()
+                if multiple != dim.factor:
+                    raise CaptureError(
+                        f"dim {i} of input {name!r} was declared dynamic ({dim.text}) but the export takes only "
+                        f"multiples of {multiple}: the module's code depends on its value; give {multiple} * "
+                        "torch.export.Dim(…)"
+                    )
+                aliases[str(symbol)] = dim.symbol
     pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
     for value in (v for node in model.graph for v in node.outputs):
         if value.shape is None:

@@ -49,7 +49,15 @@ class Promoted(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         count = (x > 0).sum(-1, keepdim=True)
         scores = x.sign() @ x.sign().mT  # whole numbers, which no order of addition rounds
-        return count * x, count / 3, scores + scores.to(torch.float64), x > count, x * 2, torch.where(x > 0, x, 1)
+        outer = torch.einsum("i,j->ij", torch.arange(x.shape[1]), x[0, 0])
+        masked = torch.einsum("bij,bi->bij", x > 0, x[..., 0])
+        compared = x > count, torch.where(x > 0, x, 1)
+        return count * x, count / 3, scores + scores.to(torch.float64), x * 2, outer, masked, *compared
+
+
+class OfBooleans(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (torch.einsum("bi,bj->bij", x[..., 0] > 0, x[..., 1] > 0),)
 
 
 class Empty(nn.Module):
@@ -76,8 +84,9 @@ def test_what_has_functions_is_not_decomposed(monkeypatch: pytest.MonkeyPatch) -
     check(Renamed())
 
 
-def test_operands_of_several_dtypes_are_cast_as_torch_does() -> None:
-    check(Promoted())
+@pytest.mark.parametrize("module", [Promoted(), OfBooleans()])
+def test_operands_of_several_dtypes_are_cast_as_torch_does(module: nn.Module) -> None:
+    check(module)
 
 
 class Complex(nn.Module):
@@ -178,6 +187,25 @@ class Frozen(nn.Module):
 def test_a_dim_that_the_export_fixes(size: int, advice: str) -> None:
     with pytest.raises(CaptureError, match=f"the export fixed it at {size}: .*; give {advice}$"):
         capture(Frozen(), (torch.zeros(size),), ({0: Dim("n", min=1, max=8)},), precision_named("fp32"))
+
+
+class Padded(nn.Module):
+    """Pads tokens to a multiple of 4, as attention in windows does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] % 4:
+            x = F.pad(x, (0, -x.shape[0] % 4))
+        windows = x.reshape(-1, 4)
+        return windows if windows.shape[0] < 2 else windows + windows.roll(1, 0)
+
+
+def test_a_dim_that_the_export_takes_only_multiples_of() -> None:
+    with pytest.raises(
+        CaptureError,
+        match=r"dim 0 of input 'x' was declared dynamic \(n\) but the export takes only multiples of 4: the module's "
+        r"code depends on its value; give 4 \* torch\.export\.Dim\(…\)$",
+    ):
+        capture(Padded(), (torch.zeros(12),), ({0: Dim("n", min=1, max=16)},), precision_named("fp32"))
 
 
 class Renames(nn.Module):
