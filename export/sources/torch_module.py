@@ -530,4 +530,6 @@ def _why(error: BaseException) -> str:
     line = first_line(error)
     if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
         line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
+    if (branch := re.match(r"Could not guard on data-dependent expression .+?(?= \(unhinted)", line)) is not None:
+        line = f"{branch.group()}; graphs do not branch on values: compute both ways, and choose by torch.where"
     return line + raised_at(error)

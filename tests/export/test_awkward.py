@@ -293,10 +293,15 @@ def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Pa
             lambda s, y: y + s.missing,
             r"does not run in float32: .* has no attribute 'missing' \(test_awkward\.py:\d+\)$",
         ),
-        (lambda s, y: y if y.sum() > 0 else -y, r"^torch cannot export .*data-dependent .* \(test_awkward\.py:\d+\)$"),
+        (
+            lambda s, y: y if y.sum() > 0 else -y,
+            r"^torch cannot export \w+: Could not guard on data-dependent expression Eq\(u0, 1\); graphs do not branch "
+            r"on values: compute both ways, and choose by torch\.where \(test_awkward\.py:\d+\)$",
+        ),
         (
             lambda s, y: torch._check_tensor_all(y.abs() < 1e3) or y,  # type: ignore[no-untyped-call]
-            r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data ",
+            r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data out "
+            r"of forward, and sizes that it does not take out of the Dims$",
         ),
         (lambda s, y: [{"y": y}], r"^the module must return a tensor, or .* of tensors, not dict in what it returned$"),
     ],
@@ -306,6 +311,12 @@ def test_errors_of_the_module_itself_are_one_line(
 ) -> None:
     with pytest.raises(CaptureError, match=message):
         deployed(inside, tmp_path / "b", "fp32")
+
+
+def test_a_static_method_that_a_module_keeps(tmp_path: Path) -> None:
+    module, args = made(lambda s, y: s.squash(y))
+    vars(module)["squash"] = staticmethod(torch.sin)
+    attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False)
 
 
 def test_a_reference_that_is_another_function_is_found(tmp_path: Path) -> None:
