@@ -67,6 +67,10 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, y, hidden: y.masked_fill(hidden.logical_not_(), 0),
         (torch.rand(2, TOKENS, 1) < 0.7,),
     ),
+    "a mask for all queries, and no double kernel": (
+        lambda s, y, seen: F.scaled_dot_product_attention(y[:, None].asinh(), *(y[:, None],) * 2, seen[:, None, None]),
+        (torch.arange(TOKENS) < torch.tensor([[5], [TOKENS]]),),
+    ),
     "cumulated": (lambda s, y: y.cumsum(1) / TOKENS, ()),
     "resized twice": (lambda s, y: F.interpolate(y, scale_factor=2.0) - F.interpolate(y.abs(), scale_factor=2.0), ()),
 }
@@ -79,8 +83,8 @@ def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_pa
     bundle = deployed(function, tmp_path / "b", precision, *more)
     assert attnforge.verify(bundle).passed
     onnx.checker.check_model(str(bundle.file("canonical.onnx")), full_check=True)
-    if name.startswith("resized"):
-        with pytest.raises(attnforge.errors.UnavailableError, match="Resize"):
+    if name.startswith(("resized", "a mask")):
+        with pytest.raises(attnforge.errors.UnavailableError, match=r"Resize|Asinh"):
             diagnose(bundle)
     else:
         assert diagnose(bundle).failing == []
