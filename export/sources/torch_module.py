@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, export
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -231,22 +231,26 @@ def _program(
     Raises:
         CaptureError: torch exports none.
     """
-    *others, last = copies
-    for other in others:
-        with suppress(CaptureError):
-            return _program([other], args, names, outputs, shapes)
-    try:
-        with _Data():
-            program = torch.onnx.export(
-                last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
-                verbose=False, input_names=names, output_names=outputs, optimize=False,
-                custom_translation_table=translations(),
-            )  # fmt: skip
-        assert program is not None
-        optimise(program.model)
-    except Exception as error:
-        raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(error)}") from error
-    return program
+    *_, last = copies
+    to_onnx = partial(
+        torch.onnx.export, args=tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False,
+        input_names=names, output_names=outputs, optimize=False, custom_translation_table=translations(),
+    )  # fmt: skip
+    # torch.onnx takes no quotient of sizes, such as those of two batches, for 1; torch.export does
+    ways: list[Callable[[], Any]] = [partial(to_onnx, each) for each in copies]
+    ways.append(lambda: to_onnx(export(last, tuple(args), dynamic_shapes=shapes)))
+    errors: list[Exception] = []
+    for way in ways:
+        try:
+            with _Data():
+                program = way()
+            assert program is not None
+            optimise(program.model)
+        except Exception as error:
+            errors.append(error)
+        else:
+            return program
+    raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(errors[-2])}") from errors[-2]
 
 
 class _Data(TorchFunctionMode):

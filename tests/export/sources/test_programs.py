@@ -116,6 +116,7 @@ class Complex(nn.Module):
         return (
             *(torch.view_as_real(result) for result in (*results, *more, *of_real)),
             turned.imag,
+            *(part.real for part in (*torch.split(numbers, [1, 3], -1), *numbers.chunk(2, -1))),
             (-0.5j * x.long()).real,
         )
 
@@ -206,6 +207,22 @@ def test_a_dim_that_the_export_takes_only_multiples_of() -> None:
         r"code depends on its value; give 4 \* torch\.export\.Dim\(…\)$",
     ):
         capture(Padded(), (torch.zeros(12),), ({0: Dim("n", min=1, max=16)},), precision_named("fp32"))
+
+
+class Heads(nn.Module):
+    """Repeats a mask for each head and views it by the other input's samples, as diffusers does."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        by_head = mask.repeat_interleave(2, 0).view(x.shape[0], 2, -1, mask.shape[1])
+        return (x[:, None] @ x[:, None].mT + by_head).softmax(-1) @ x[:, None]
+
+
+def test_a_dim_of_two_inputs_in_a_view_that_broadcasts() -> None:
+    x, mask = torch.randn(3, 7, 8), torch.randn(3, 7)
+    shapes = {"x": SHAPES["x"], "mask": SHAPES["x"]}
+    captured = capture(Heads(), (torch.randn(2, 5, 8), torch.randn(2, 5)), shapes, precision_named("fp32"))
+    (got,) = as_it_is(captured.model)({"x": x.numpy(), "mask": mask.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(got), Heads()(x, mask), rtol=1e-5, atol=1e-6)
 
 
 class Renames(nn.Module):
