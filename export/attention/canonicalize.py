@@ -26,7 +26,7 @@ from attnforge.export.attention.walk_back import Ended, Scores, both_computed, w
 from attnforge.export.attention.walk_forward import Weights, WeightSteps, walk_to_outputs
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.attention_operators import READERS, scale_of
-from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of
+from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of, upstream
 from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import LayoutError
 
@@ -80,6 +80,7 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
         remove_unused(model)
     sites: list[Site] = []
     others: dict[str, str] = {}
+    softmaxes: list[ir.Node] = []
     for node in list(model.graph):
         if (node.domain, node.op_type) in READERS:
             sites.append(_from_operator(model.graph, node, _unused_name(node, sites)))
@@ -89,10 +90,11 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
                 others[_numbered(scope_of(node) or "graph", others)] = found
             else:
                 sites += found
+                softmaxes.append(node)
         elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
-    sites += _without_softmax(model.graph, sites)
+    sites += _without_softmax(model.graph, sites, softmaxes)
     for module in lost:
         sites.append(Site(_numbered(module, (site.name for site in sites)), "Softmax", reason=LOST))
     for module in without_effect:
@@ -102,12 +104,14 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
     return Canonical(model, modified, sites, others)
 
 
-def _without_softmax(graph: ir.Graph, sites: Sequence[Site]) -> list[Site]:
-    """The sites whose weights no Softmax computes, named apart from the others."""
+def _without_softmax(graph: ir.Graph, sites: Sequence[Site], softmaxes: Sequence[ir.Node]) -> list[Site]:
+    """The sites whose weights none of the sites' softmaxes computes, named apart from the others."""
     found: list[Site] = []
     of_sites: set[ir.Node] = set()
     for path, reason in unrecognised(graph):
         of_sites.update(path)
+        if any(_computes(softmax, path) for softmax in softmaxes):
+            continue
         written_as = "·".join(node.op_type for node in path)
         found.append(Site(_unused_name(path[0], [*sites, *found]), written_as, reason=reason))
     computed = dependent_on_inputs(graph)
@@ -116,6 +120,13 @@ def _without_softmax(graph: ir.Graph, sites: Sequence[Site]) -> list[Site]:
         if scores is not None and why_no_attention(node, *scores, computed, is_site=False) is None:
             found.append(Site(_unused_name(node, [*sites, *found]), "Exp·Div", reason=COMPUTES.format("Exp")))
     return found
+
+
+def _computes(softmax: ir.Node, path: Sequence[ir.Node]) -> bool:
+    """Whether a softmax of the scores takes part in the weights of attention from the first product to the second."""
+    scores = path[0].outputs[0]
+    made_from = (upstream(node.outputs, lambda value: value is scores) for node in (path[-2], softmax))
+    return all(value in made for made, value in zip(made_from, (softmax.outputs[0], scores), strict=True))
 
 
 def _nodes(model: ir.Model) -> list[tuple[ir.Node, str | None, int]]:

@@ -59,10 +59,7 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
     """
     graph, narrow = model.graph, [dtype for dtype in FLOATS if dtype != DOUBLE]
     retype(model, narrow, DOUBLE, least_stays_least=least_stays_least)
-    read = [node for node in graph if (node.domain, node.op_type) in READERS]
-    if any(value.shape is None for node in read for value in inputs_of(node)):  # a lowering leaves some out
-        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
-    _decompose(graph, dict.fromkeys(READERS, _attention))
+    attention_as_products(model)
     if any(is_op(node, "RotaryEmbedding") for node in graph):
         graph.opset_imports[""] = max(graph.opset_imports.get("", 0), ROTARY_OPSET)
     inline_functions(model)
@@ -71,6 +68,18 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
     _decompose(model.graph, _DECOMPOSITIONS)
     RemoveUnusedNodesPass()(model)
+
+
+def attention_as_products(model: ir.Model) -> None:
+    """Decompose the attention operators of a graph, in place: ONNX Runtime's own do not take every mask.
+
+    Raises:
+        NoDoublePath: one of them is in a form that is not decomposed.
+    """
+    read = [node for node in model.graph if (node.domain, node.op_type) in READERS]
+    if any(value.shape is None for node in read for value in inputs_of(node)):  # a lowering leaves some out
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    _decompose(model.graph, dict.fromkeys(READERS, _attention))
 
 
 Write = Callable[..., list[ir.Value]]

@@ -10,6 +10,7 @@ timesteps and positions multiply such a constant by a thousand and take the sine
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,9 @@ SAME: Mapping[OpOverload, OpOverload] = {
 
 CASTS: Mapping[OpOverload, int] = {aten.to.dtype: 1, aten.to.device: 2, aten.to.dtype_layout: 1}
 """Operators that cast, and the position of the dtype in their arguments."""
+
+CAST: OpOverload = torch.ops.prims.convert_element_type.default
+"""The operator by which the exporter casts operands of several dtypes to one."""
 
 LEFT_TO_TORCH = frozenset({
     aten.chunk.default, aten.conj.default, aten.mH.default, aten.narrow.default, aten.resolve_conj.default,
@@ -80,6 +84,9 @@ OF_PAIRS: Mapping[OpOverload, Callable[..., tuple[Any, ...]]] = {
 """Views of complex numbers for which torch's exporter has no function, or one that it does not test; and from their
 arguments after the first, those of the same view of real pairs."""
 
+PARTS = (aten.split.Tensor, aten.split_with_sizes.default)
+"""Views that return several parts of a dim."""
+
 CLOSE = 1e-3
 """The largest difference, relative and absolute, between two results of the same operators."""
 
@@ -103,13 +110,15 @@ def decomposed(
     Raises:
         ValueError: see :func:`_is_projected`.
     """
-    for node in reversed(program.graph.nodes):
-        if node.target == aten._assert_tensor_metadata.default:  # which would keep what nothing else reads
-            program.graph.erase_node(node)
-    program.graph.eliminate_dead_code(lambda node: node.is_impure() or not isinstance(node.target, OpOverload))
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    if any(node.target == aten.einsum.default and len(node.args[1]) > 2 for node in nodes):
+    einsums = [node for node in nodes if node.target == aten.einsum.default]
+    if any(len(node.args[1]) > 2 or node.meta["val"].dtype == torch.bool for node in einsums):
         registry.functions.pop("aten::einsum")  # torch makes products of two of it, of which attention consists
+    for node in einsums:  # ONNX's takes operands of one type
+        dtype = node.meta["val"].dtype
+        with program.graph.inserting_before(node):
+            alike = [x if x.meta["val"].dtype == dtype else _call(node, CAST, x, dtype) for x in node.args[1]]
+        node.args = (node.args[0], alike, *node.args[2:])
     known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     for node in nodes:
         if node.target == aten.clamp.default and node.meta["val"].is_floating_point():  # the exporter wants one type
@@ -177,6 +186,10 @@ def _in_pairs(node: Node) -> Node | None:
     x, *rest = node.args or (None,)
     if target in (aten.add.Tensor, aten.mul.Tensor) and not _is_complex(x):
         x, rest = rest[0], [x]
+    if target is operator.getitem and isinstance(x, Node) and x.target in PARTS and _is_complex(x.args[0]):
+        given: Any = (*x.args, 0)
+        parts = _call(node, x.target, _call(node, aten.view_as_real.default, given[0]), given[1], _axis(given[2]))
+        return _call(node, aten.view_as_complex.default, _call(node, target, parts, *rest))
     if isinstance(x, complex) and target == aten.mul.Tensor:
         return _call(node, aten.complex.default, *(_call(node, target, *rest, part) for part in (x.real, x.imag)))
     if not _is_complex(x):
@@ -188,12 +201,12 @@ def _in_pairs(node: Node) -> Node | None:
     if target in OF_PAIRS:
         moved = _call(node, target, pairs, *OF_PAIRS[target](*rest))
         return _call(node, aten.view_as_complex.default, moved)
-    parts = [_call(node, aten.select.int, pairs, -1, part) for part in (0, 1)]
+    real, imaginary = (_call(node, aten.select.int, pairs, -1, part) for part in (0, 1))
     if target == aten.exp.default:
-        return _call(node, aten.polar.default, _call(node, target, parts[0]), parts[1])
+        return _call(node, aten.polar.default, _call(node, target, real), imaginary)
     if target not in ARITHMETIC or _is_complex(rest[0]) or node.kwargs:
         return None
-    return _call(node, aten.complex.default, *_with_number(node, parts, rest[0]))
+    return _call(node, aten.complex.default, *_with_number(node, (real, imaginary), rest[0]))
 
 
 def _with_number(node: Node, parts: Sequence[Node], number: Any) -> list[Node]:

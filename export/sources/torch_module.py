@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, export
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -232,22 +232,26 @@ def _program(
     Raises:
         CaptureError: torch exports none.
     """
-    *others, last = copies
-    for other in others:
-        with suppress(CaptureError):
-            return _program([other], args, names, outputs, shapes)
-    try:
-        with _Data(), traced():
-            program = torch.onnx.export(
-                last, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
-                verbose=False, input_names=names, output_names=outputs, optimize=False,
-                custom_translation_table=translations(),
-            )  # fmt: skip
-        assert program is not None
-        optimise(program.model)
-    except Exception as error:
-        raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(error)}") from error
-    return program
+    *_, last = copies
+    to_onnx = partial(
+        torch.onnx.export, args=tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False,
+        input_names=names, output_names=outputs, optimize=False, custom_translation_table=translations(),
+    )  # fmt: skip
+    # torch.onnx takes no quotient of sizes, such as those of two batches, for 1; torch.export does
+    ways: list[Callable[[], Any]] = [partial(to_onnx, each) for each in copies]
+    ways.append(lambda: to_onnx(export(last, tuple(args), dynamic_shapes=shapes)))
+    errors: list[Exception] = []
+    for way in ways:
+        try:
+            with _Data(), traced():
+                program = way()
+            assert program is not None
+            optimise(program.model)
+        except Exception as error:
+            errors.append(error)
+        else:
+            return program
+    raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(errors[-2])}") from errors[-2]
 
 
 class _Data(TorchFunctionMode):
@@ -424,13 +428,24 @@ def _listed(shapes: Any) -> Any:
 
 
 def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, Dims]) -> None:
-    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape."""
+    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape.
+
+    Raises:
+        CaptureError: the exporter narrowed a dim to the multiples of a number.
+    """
     aliases: dict[str, str] = {}
     examples = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     for name, declared in zip(exported.graph_signature.user_inputs, dims.values(), strict=True):
-        for size, dim in zip(examples[name].shape, declared, strict=True):
+        for i, (size, dim) in enumerate(zip(examples[name].shape, declared, strict=True)):
             if isinstance(dim, DimSpec) and not isinstance(size, int):
-                aliases[str(size.node.expr / dim.factor)] = dim.symbol
+                multiple, symbol = size.node.expr.as_coeff_Mul()
+                if multiple != dim.factor:
+                    raise CaptureError(
+                        f"dim {i} of input {name!r} was declared dynamic ({dim.text}) but the export takes only "
+                        f"multiples of {multiple}: the module's code depends on its value; give {multiple} * "
+                        "torch.export.Dim(…)"
+                    )
+                aliases[str(symbol)] = dim.symbol
     pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
     for value in (v for node in model.graph for v in node.outputs):
         if value.shape is None:
@@ -513,19 +528,13 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, KEPT_ERROR, KEPT_ERROR * float(largest), equal_nan=True)
 
 
-_WITHOUT_FUNCTION = re.compile(
-    r"No ONNX function found for <(?:OpOverload\(op='(.+?)', overload='(.+?)'\)>|torch\._higher_order_ops\.(\w+)\.)"
-)
-
-
 def _why(error: BaseException) -> str:
     """The first line of torch's own reason, which is at the end of a chain of exceptions, and where it arose."""
     while error.__cause__ is not None:
         error = error.__cause__
     line = first_line(error)
-    if unknown := _WITHOUT_FUNCTION.match(line):
-        name = ".".join(filter(None, unknown.groups()))
-        line = f"its exporter has no ONNX function for {name}; compute it by other operators"
+    if unknown := re.match(r"No ONNX function found for <OpOverload\(op='(.+?)', overload='(.+?)'\)>", line):
+        line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
     if values := re.match(r"Could not .* (data-dependent expression .*) \(unhinted: ", line):
         line = f"its code depends on values ({values[1]}); choose by torch.where, or deploy the part before it"
     return line + raised_at(error)

@@ -107,6 +107,11 @@ def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _reshaped(x, first, [merged], last + 1)
 
 
+def squeeze(self: Any, dim: int) -> Any:
+    """`squeeze` of a dim, which stays if its size is not 1; the exporter's Squeeze is refused then."""
+    return op.Squeeze(self, op.Constant(value_ints=[dim])) if self.shape and self.shape[dim] == 1 else op.Identity(self)
+
+
 def rsub(self: Any, other: float, alpha: float = 1) -> Any:
     """`other - alpha * self`. Torch decomposes it to a difference that its exporter refuses if self is of integers and
     other is not."""
@@ -376,6 +381,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.rsub.Scalar: rsub,
     torch.ops.aten.slice_scatter.default: slice_scatter,
     torch.ops.aten.sort.stable: stable_sort,
+    torch.ops.aten.squeeze.dim: squeeze,
     torch.ops.aten.unflatten.int: unflatten,
 }
 """The ONNX function of each torch operator, for `custom_translation_table` of `torch.onnx.export`."""

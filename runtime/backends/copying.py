@@ -41,6 +41,8 @@ def duplicate(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if isinstance(value, FunctionType):
             cells = tuple(CellType() for _ in value.__closure__ or ())
             copies[id(value)] = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+    items = (item for part in module.modules() for item in vars(part).values())
+    copies |= {id(item): item for item in items if isinstance(item, staticmethod)}  # which Python does not copy
     result = copy.deepcopy(module, copies)
     for value in kept:
         if isinstance(value, FunctionType):

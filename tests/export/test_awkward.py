@@ -68,6 +68,10 @@ AWKWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, y, hidden: y.masked_fill(hidden.logical_not_(), 0),
         (torch.rand(2, TOKENS, 1) < 0.7,),
     ),
+    "a mask for all queries, and no double kernel": (
+        lambda s, y, seen: F.scaled_dot_product_attention(y[:, None].asinh(), *(y[:, None],) * 2, seen[:, None, None]),
+        (torch.arange(TOKENS) < torch.tensor([[5], [TOKENS]]),),
+    ),
     "cumulated": (lambda s, y: y.cumsum(1) / TOKENS, ()),
     "resized twice": (lambda s, y: F.interpolate(y, scale_factor=2.0) - F.interpolate(y.abs(), scale_factor=2.0), ()),
 }
@@ -80,8 +84,8 @@ def test_it_is_deployed_verified_and_diagnosed(name: str, precision: str, tmp_pa
     bundle = deployed(function, tmp_path / "b", precision, *more)
     assert attnforge.verify(bundle).passed
     onnx.checker.check_model(str(bundle.file("canonical.onnx")), full_check=True)
-    if name.startswith("resized"):
-        with pytest.raises(attnforge.errors.UnavailableError, match="Resize"):
+    if name.startswith(("resized", "a mask")):
+        with pytest.raises(attnforge.errors.UnavailableError, match=r"Resize|Asinh"):
             diagnose(bundle)
     else:
         assert diagnose(bundle).failing == []
@@ -301,7 +305,8 @@ def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Pa
         ),
         (
             lambda s, y: torch._check_tensor_all(y.abs() < 1e3) or y,  # type: ignore[no-untyped-call]
-            r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data ",
+            r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data out "
+            r"of forward, and sizes that it does not take out of the Dims$",
         ),
         (lambda s, y: [{"y": y}], r"^the module must return a tensor, or .* of tensors, not dict in what it returned$"),
     ],
@@ -311,6 +316,12 @@ def test_errors_of_the_module_itself_are_one_line(
 ) -> None:
     with pytest.raises(CaptureError, match=message):
         deployed(inside, tmp_path / "b", "fp32")
+
+
+def test_a_static_method_that_a_module_keeps(tmp_path: Path) -> None:
+    module, args = made(lambda s, y: s.squash(y))
+    vars(module)["squash"] = staticmethod(torch.sin)
+    attnforge.deploy(module, args, tmp_path / "b", targets=["onnxruntime"], tune=False)
 
 
 def test_a_reference_that_is_another_function_is_found(tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ def test_left_with_a_reason(misses: Exported, name: str) -> None:
         assert site.reason is not None and re.search(REASONS[name], site.reason), site.reason
 
 
+def test_weights_by_a_softmax_and_another_function_are_one_site(misses: Exported) -> None:
+    assert [site.written_as for site in misses.sites_of("signed_weights")] == ["Abs·Softmax·Mul"]
+
+
 @pytest.mark.parametrize("name", NO_SITES)
 def test_what_weights_no_values_is_no_site(misses: Exported, name: str) -> None:
     assert misses.sites_of(name) == []

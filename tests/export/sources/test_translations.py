@@ -126,6 +126,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "one": lambda x: x.flatten(1, 1),
     "tokens, as the first": lambda x: x.transpose(0, 1).flatten(1, 2),
     "a number": lambda x: x.sum().flatten(),
+    "squeezed": lambda x: x[..., :1].squeeze(-1).squeeze(2) + x[..., 0].sum(2, keepdim=True).squeeze(-1)[..., None],
     "a part replaced": lambda x: x.slice_scatter(x[..., :3] + 1, 3, 4, 7),
     "a part replaced, counted from the end": lambda x: x.slice_scatter(x[:, :, :2] + 1, 2, -2),
     "the first part replaced": lambda x: x.slice_scatter(x[..., :30] + 1, -1, None, -2),

@@ -110,6 +110,11 @@ def scores_divided_by_their_total(query: Tensor, key: Tensor, value: Tensor) -> 
     return scores / (9 + scores.sum(-1, keepdim=True)) @ value
 
 
+def signed_weights(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    scores = query @ key.mT * SCALE
+    return (scores.abs().softmax(-1) * scores.sign()) @ value
+
+
 def scale_by_key(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return ((query @ key.mT) * key.mean(-1).unsqueeze(-2).sigmoid()).softmax(-1) @ value
 
@@ -164,6 +169,7 @@ _REASONS: dict[Callable[..., Any], str] = {
     relu_of_scores: "Relu computes the weights",
     squares_of_scores: "Mul computes the weights",
     scores_divided_by_their_total: "Div computes the weights",
+    signed_weights: "the scores come from Abs",
     scale_by_key: "by a tensor that differs by key",
     talking_heads: "as in additive scores and talking heads",
     talking_heads_on_both_sides: "MatMul mixes the attention weights",
