@@ -72,6 +72,10 @@ set: a backend's error might be twice as large. `docs/concepts/parity.md` lists 
 HANDFUL = 16
 """Outputs of fewer elements than this may be near zero by chance, and eager right by chance."""
 
+FILL, GAP, ALIKE = 1e3, 100, 1.01
+"""Numbers from :data:`FILL` on that are :data:`GAP` times as large as all others, and within a factor of :data:`ALIKE`
+of one another, are considered a fill, such as the -1e9 of words that must not be chosen."""
+
 
 @dataclass(frozen=True)
 class Allowed:
@@ -123,6 +127,9 @@ def judge(
         baseline: eager's output at `precision`, if that differs from the bundle's.
         allowed: the error that a deployment that chose its precisions may have.
         terms: how many of the output's elements each number is a signed sum of.
+
+    Returns:
+        the comparison; if it passes on ordinary inputs and the output is partly filled, that of the other numbers.
     """
     if got.shape != truth.shape:
         return incomparable(case, output, precision, f"{got.size} elements, where float64 eager has {truth.size}")
@@ -139,6 +146,12 @@ def judge(
     worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
     if (misplaced := positions.misplaced(case, precision)) is not None:
         reason, worst = misplaced[0], Element.at(misplaced[1], case.name, got, eager, truth)
+    if reason is None and case.is_ordinary and (others := _but_fill(truth)) is not None:
+        low = None if baseline is None else baseline[others]
+        rest = judge(case, output, got[others], eager[others], truth[others], precision, low, allowed, terms)
+        if rest.worst is not None:
+            rest.worst.index = [int(np.flatnonzero(others)[rest.worst.index[0]])]
+        return rest
     unit = errors.largest or 1.0
     return Comparison(
         case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
@@ -266,6 +279,17 @@ def _without_overflow(eager: Array, baseline: Array | None) -> Array:
     if baseline is None or not np.isfinite(baseline[np.isfinite(eager)]).all():
         return eager
     return np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
+
+
+def _but_fill(truth: Array) -> Array | None:
+    """Where an output has other numbers than its fill, whose size would hide their errors; None if it has no fill, or
+    hardly any other numbers."""
+    size = np.where(np.isfinite(truth), np.abs(truth), 0.0)
+    is_fill = size > max(_max(size) / ALIKE, FILL)
+    others = ~is_fill
+    if np.count_nonzero(others) < HANDFUL or not is_fill.any() or GAP * _max(size[others]) > size[is_fill].min():
+        return None
+    return others
 
 
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
