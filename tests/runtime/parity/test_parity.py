@@ -261,6 +261,33 @@ def test_a_fill_does_not_hide_the_errors_of_other_numbers(fill: float) -> None:
     assert not judged(several + np.where(np.arange(TRUTH.size) == 12, 1e-3, 0.0), several, several).passed
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_small_channels_are_checked_on_their_own(precision: str) -> None:
+    """Scores next to boxes in pixels, in the norm of which they vanish."""
+    case = Case(name="case", sizes={}, kind="normal", seed=1)
+    sizes = np.array([640.0, 400.0, 0.5, 0.1])
+    truth = np.random.default_rng(0).uniform(0.5, 1, (50, 4)) * sizes
+    indices = reference.channels(truth.shape, case)
+
+    def compare(got: Array, eager: Array, rows: int | None = None) -> Comparison:
+        arrays = [array[:rows].reshape(-1) for array in (got, eager, truth)]
+        part = [index[: arrays[0].size] for index in indices]
+        return judge(case, "y", arrays[0], arrays[1], arrays[2], precision_named(precision), channels=part)
+
+    wrong = truth * np.where(sizes < 1, 1.001 if precision == "fp32" else 1.1, 1)
+    assert not compare(wrong, truth).passed and compare(truth, truth).passed
+    assert compare(wrong, truth * np.where(sizes < 1, 1.2, 1)).passed  # noise in eager, too
+    assert compare(wrong, truth, 5).passed, "too few"
+    one = truth.copy()
+    one[7, 3] += 0.01 if precision == "fp32" else 0.2
+    worst = compare(one, truth).worst
+    assert worst is not None and worst.index == [31]
+    hard = case.model_copy(update={"kind": "scaled"})
+    assert reference.channels(truth.shape, hard) == ()
+    assert reference.channels((2, reference.SAMPLED), case.model_copy(update={"kind": "data"})) == ()
+    assert [len(index) for index in reference.channels((2, reference.SAMPLED), case)] == [reference.SAMPLED] * 2
+
+
 def test_large_numbers_of_different_sizes_are_no_fill() -> None:
     truth = np.where(np.arange(TRUTH.size) % 4 == 1, 1e5 * TRUTH, 1e-3 * TRUTH)
     assert judged(truth + 1e-3, truth, truth).passed
