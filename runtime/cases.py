@@ -458,7 +458,7 @@ def channels(shape: tuple[int, ...], case: Case) -> tuple[Array, ...]:
     """The index along each axis of an output of every element that :func:`sampled` gives; nothing on hard inputs, and
     for large outputs of real data."""
     size, kept = math.prod(shape), stored_indices(math.prod(shape), case)
-    if not case.is_ordinary or (kept is None and size > SAMPLED):
+    if not shape or not case.is_ordinary or (kept is None and size > SAMPLED):
         return ()
     return np.unravel_index(np.arange(size) if kept is None else kept, shape)
 

@@ -248,7 +248,7 @@ def test_finite_elements_next_to_a_nan_are_still_judged() -> None:
 
 @pytest.mark.parametrize("fill", [-1e4, -1e9, float(np.finfo(np.float32).min), 1e9])
 def test_a_fill_does_not_hide_the_errors_of_other_numbers(fill: float) -> None:
-    """Beside logits of words that must not be chosen, all others may be wrong by far within the budget."""
+    """Next to logits of words that must not be chosen, all others may be wrong by far within the budget."""
     is_filled = np.arange(TRUTH.size) % 4 == 1
     truth = np.where(is_filled, fill, TRUTH)
     assert judged(np.where(is_filled, fill, off_by(TRUTH, 2e-6, 1)), truth, truth).passed
@@ -283,7 +283,7 @@ def test_small_channels_are_checked_on_their_own(precision: str) -> None:
     worst = compare(one, truth).worst
     assert worst is not None and worst.index == [31]
     hard = case.model_copy(update={"kind": "scaled"})
-    assert reference.channels(truth.shape, hard) == ()
+    assert reference.channels(truth.shape, hard) == () == reference.channels((), case)
     assert reference.channels((2, reference.SAMPLED), case.model_copy(update={"kind": "data"})) == ()
     assert [len(index) for index in reference.channels((2, reference.SAMPLED), case)] == [reference.SAMPLED] * 2
 
