@@ -59,6 +59,12 @@ class Precision:
         """The unit roundoff: the largest relative error of rounding a normal number."""
         return float(2.0 ** -(self.mantissa_bits + 1))
 
+    def with_own_limits(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return float64 numbers in which the largest and the least of float64 are those of this precision, because a
+        module that fills with `torch.finfo(x.dtype).min` means the least number."""
+        is_limit = np.abs(array) == np.finfo(np.float64).max
+        return np.where(is_limit, np.copysign(self.largest, array), array) if is_limit.any() else array
+
     def ulp(self, magnitude: float) -> float:
         """Return the distance between neighbouring numbers at `magnitude`."""
         if not np.isfinite(magnitude) or magnitude == 0:

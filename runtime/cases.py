@@ -36,6 +36,7 @@ KINDS: tuple[tuple[Kind, float], ...] = (
     ("constant", 1.0),
     ("denormal", 1.0),
     ("extremes", 1.0),
+    ("sparse", 1.0),
 )
 """Kinds of floating-point inputs in addition to normal ones, and their scales."""
 
@@ -91,8 +92,12 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
     opt = sizes_at(inputs, "opt")
     sweep = [Case(name="example", sizes=opt, kind="example", seed=0)]
 
+    usual = min((spec.high or 0 for spec in inputs if _is_number(spec)), default=math.inf)
+
     def add(name: str, sizes: dict[str, int], kind: Kind = "normal", scale: float = 1, masks: Masks = "random") -> None:
-        sweep.append(Case(name=name, sizes=sizes, kind=kind, scale=scale, masks=masks, seed=len(sweep)))
+        most = max(sizes.values(), default=0)
+        reach = most if kind == "normal" and most > usual else None
+        sweep.append(Case(name=name, sizes=sizes, kind=kind, scale=scale, masks=masks, reach=reach, seed=len(sweep)))
 
     for name, sizes in _normal_sizes(inputs, cost).items():
         if sizes not in [case.sizes for case in sweep[1:]]:
@@ -103,7 +108,7 @@ def cases(inputs: list[TensorSpec], cost: Cost | None = None) -> list[Case]:
     if any(_is_floating(spec) and spec.excludes is None for spec in inputs):
         for kind, scale in KINDS:
             add(f"{kind}-{scale:g}" if kind == "scaled" else kind, odd, kind, scale)
-    if any(_is_mask(spec) for spec in inputs):
+    if any(_is_mask(spec) and spec.index is None for spec in inputs):
         for masks in MASKS:
             add(f"mask-{masks.replace(' ', '-')}", prime, masks=masks)
     if any(_is_number(spec) for spec in inputs):
@@ -174,8 +179,8 @@ def _is_floating(spec: TensorSpec) -> bool:
 
 
 def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
-    """Halve the largest integer of a case's inputs; in a `large` case it becomes the next smaller size of a dim, or the
-    example's largest number.
+    """Halve the largest integer of a case's inputs. In a `large` case it becomes the next smaller size of a dim, or the
+    example's largest number, and so does that of lengths which reach a size of the case.
 
     Args:
         case: modified.
@@ -184,6 +189,9 @@ def lower_most(case: Case, inputs: list[TensorSpec]) -> bool:
     Returns:
         whether there was one to lower.
     """
+    if case.reach is not None:
+        case.reach = max((size for size in case.sizes.values() if size < case.reach), default=None)
+        return True
     if case.kind == "large":
         ends = (*case.sizes.values(), *(spec.high or 0 for spec in inputs if _is_number(spec)))
         case.most = max((end for end in ends if 0 < end < (case.most or LARGEST_INTEGER)), default=0)
@@ -299,12 +307,15 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
     - `outliers`: normal, with one channel (index of the last dim) in sixty-four :data:`OUTLIERS` times as large;
     - `constant`: ones;
     - `denormal`: normal times `case.scale` times a quarter of the dtype's least normal number;
-    - `extremes`: normal, with one element in sixty-one `case.scale` times the dtype's largest or least number.
+    - `extremes`: normal, with one element in sixty-one `case.scale` times the dtype's largest or least number;
+    - `sparse`: normal, with zeros in a quarter of the rows (along the last dim) and in one element in eight: a model
+      may take such rows for padding.
 
     A setting, such as a temperature, is uniform over its range in every kind, unless all inputs are settings: it scales
     all numbers, and would hide what others show.
 
-    Integers are uniform over the example's range, up to `case.most` if there is one. Those that do not index a table
+    Integers are uniform over the example's range, or all rows of the table that they index, up to `case.most` if there
+    is one; those that may be lengths also up to `case.reach`, which one of them is. Those that do not index a table
     are 0 in a case of kind `zeros`; in `large`, the last four up to :data:`LARGEST_INTEGER`, the dtype's largest number
     or `case.most`, including negative ones if the example has any.
 
@@ -375,12 +386,16 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
 def _drawn_integers(
     case: Case, spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator
 ) -> Array:
-    low, most = spec.low or 0, spec.high or 0 if case.most is None else min(spec.high or 0, case.most)
+    low, high = spec.low or 0, max(spec.high or 0, case.reach or 0 if _is_number(spec) else 0)
+    most = high if case.most is None else min(high, case.most)
     if case.kind in ("zeros", "large") and _is_number(spec):
         largest = min(case.most or LARGEST_INTEGER, int(np.iinfo(dtype).max)) if case.kind == "large" else 0
         numbers = rng.permutation(np.maximum(largest - np.arange(math.prod(shape)) % 4, 0)).reshape(shape)
         return np.asarray(numbers * rng.choice([-1, 1] if low < 0 else [1], shape)).astype(dtype)
-    return np.asarray(rng.integers(min(low, most), most, shape, endpoint=True)).astype(dtype)
+    numbers = np.asarray(rng.integers(min(low, most), most, shape, endpoint=True))
+    if most > (spec.high or 0) and numbers.size:
+        numbers.reshape(-1)[rng.integers(numbers.size)] = most
+    return numbers.astype(dtype)
 
 
 def _drawn_numbers(
@@ -398,6 +413,10 @@ def _drawn_numbers(
     array = normal.astype(dtype)
     if case.masks == "infinite" and _is_added(spec):
         array[~_mask("random", shape, rng)] = -np.inf
+    if case.kind == "sparse" and len(shape) > 1 and array.size:
+        rows = rng.random(shape[:-1]) < 1 / 4
+        rows.reshape(-1)[rng.integers(rows.size)] = True
+        array[rows[..., np.newaxis] | (rng.random(shape) < 1 / 8)] = 0
     if case.kind == "extremes" and array.size:
         few = rng.choice(array.size, -(-array.size // 61), replace=False)
         array.reshape(-1)[few] = np.copysign(case.scale * float(limits.max), normal.reshape(-1)[few])
@@ -433,6 +452,15 @@ def stored_indices(size: int, case: Case) -> Array | None:
     if size <= SAMPLED or case.kind == "data":
         return None
     return np.sort(np.random.Generator(np.random.PCG64([case.seed, size])).choice(size, SAMPLED, replace=False))
+
+
+def channels(shape: tuple[int, ...], case: Case) -> tuple[Array, ...]:
+    """The index along each axis of an output of every element that :func:`sampled` gives; nothing on hard inputs, and
+    for large outputs of real data."""
+    size, kept = math.prod(shape), stored_indices(math.prod(shape), case)
+    if not shape or not case.is_ordinary or (kept is None and size > SAMPLED):
+        return ()
+    return np.unravel_index(np.arange(size) if kept is None else kept, shape)
 
 
 BLOCK = 64

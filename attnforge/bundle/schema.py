@@ -93,8 +93,9 @@ class TensorSpec(StoredRecord):
         name: name for callers.
         dtype: NumPy's name of the dtype, or `bfloat16`.
         dims: a number for each fixed dim, a :class:`DimSpec` for each dynamic one.
-        low: minimum of an integer input's example, and so of the reference inputs.
-        high: maximum of the same.
+        low: minimum of an integer input's example, and so of the reference inputs; of one that indexes a table, at
+            most 0.
+        high: maximum of the same; of one that indexes a table, its last row.
         excludes: value that a floating-point mask adds to exclude a key; None for other inputs.
         setting: minimum and maximum of reference inputs, for a floating-point input that is a setting of the model or
             of every sample, such as a temperature; None for other inputs.
@@ -265,8 +266,9 @@ class TargetRecord(StoredRecord):
 
 
 Kind = Literal[
-    "example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes", "zeros", "large"
-]
+    "example", "data", "normal", "uniform", "scaled", "outliers", "constant", "denormal", "extremes", "sparse",
+    "zeros", "large",
+]  # fmt: skip
 Masks = Literal["random", "all", "none", "one", "all but one", "ragged", "infinite"]
 
 
@@ -284,6 +286,8 @@ class Case(StoredRecord):
         scale: factor on floating-point inputs.
         most: maximum of integer inputs, if the example's values would be invalid at the case's sizes, such as the index
             of a token that a shorter input lacks; else None.
+        reach: maximum of integer inputs that may be lengths, if it is more than the example's: the case's largest size;
+            else None.
         seed: seed of the random numbers.
         caches: whether the bundle keeps the expected contents of a decoder's caches after all tokens.
     """
@@ -294,6 +298,7 @@ class Case(StoredRecord):
     masks: Masks = "random"
     scale: Positive = 1.0
     most: Count | None = None
+    reach: Count | None = None
     seed: Seed
     spread: dict[Name, tuple[Positive, Positive]] = {}
     caches: bool = False

@@ -22,7 +22,8 @@ SHAPE_INPUTS = {
 
 
 def note_roles(graph: ir.Graph, inputs: Sequence[TensorSpec], negative: bool) -> None:
-    """Set the role of every input.
+    """Set the role of every input, and let reference inputs index all rows of tables, of which an example may have few
+    (token types are often all 0, and positions end at the example's length).
 
     Args:
         graph: a canonical graph.
@@ -35,7 +36,9 @@ def note_roles(graph: ir.Graph, inputs: Sequence[TensorSpec], negative: bool) ->
         assert value.dtype is not None
         if value.dtype.is_integer():
             spec.index = index_range(value, negative)
-            if spec.index is None:
+            if spec.index is not None:
+                spec.low, spec.high = min(spec.low or 0, 0), spec.index[1]
+            else:
                 spec.role = "shape" if _decides_shapes(value) else "number" if _is_computed_with(value) else None
         elif value.dtype.is_floating_point():
             spec.role = "scores" if _is_added_to_scores(value) else None

@@ -144,7 +144,10 @@ def _missed(
     precision. No sum of a graph in float64 is rounded, so its floor is that of a single rounding.
     """
     precision = replace(source.precision, floor=2 * source.precision.unit) if is_exact else source.precision
-    judged = (judge(case, name, got[name], eager[name], truth, precision) for name, truth in exact.items())
+    limits = precision.with_own_limits
+    judged = (
+        judge(case, name, limits(got[name]), eager[name], limits(truth), precision) for name, truth in exact.items()
+    )
     return next((comparison for comparison in judged if not comparison.passed and not comparison.overflowed), None)
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value, typed
-from attnforge.export.graphs.nodes import constant_of, input_of, is_op, is_used, upstream
+from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, is_used, upstream
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LOW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -114,22 +114,28 @@ def retype(
         sources: the types to replace.
         target: the type that replaces them.
         least_stays_least: whether a scalar that is the least number of its type becomes the least number of a wider
-            type: it stands for minus infinity, and must absorb whatever it is added to in that type too.
+            type: it stands for minus infinity, and must absorb whatever it is added to in that type too. One that
+            only fills outputs keeps its value, because they may be cast back.
     """
     graph, kept = model.graph, kept_in_fp32(model.graph)
     results = (output for node in graph for output in node.outputs)
     values = [v for v in (*graph.inputs, *graph.initializers.values(), *results) if v not in kept]
     if least_stays_least and any(v.dtype == ir.DataType.FLOAT16 for v in values):
         _deepen_masks(graph)
-    convert = partial(retyped, target=target, least_stays_least=least_stays_least)
+    shown = set(upstream(graph.outputs, lambda v: not is_op(v.producer(), *REPEATS, "Where")))
+
+    def convert(tensor: ir.TensorProtocol, value: ir.Value) -> ir.TensorProtocol:
+        fills = value in shown and all(shown.issuperset(node.outputs) for node in value.consumers())
+        return retyped(tensor, target, least_stays_least and not fills)
+
     for node in graph:
         if kept.isdisjoint(node.outputs):
-            _retype_node(node, sources, target, convert)
+            _retype_node(node, sources, target, partial(convert, value=node.outputs[0]))
     for value in values:
         if value.dtype in sources:
             value.type = ir.TensorType(target)
         if value.const_value is not None and value.const_value.dtype in sources:
-            value.const_value = convert(value.const_value)
+            value.const_value = convert(value.const_value, value)
 
 
 def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None:

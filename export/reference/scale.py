@@ -71,7 +71,12 @@ class Evaluator:
                 if case.kind in ("zeros", "large"):
                     return None
                 raise
-            return None if case.kind == "large" and not _is_right(results, self._model.precision) else results
+            is_right = _is_right(results, self._model.precision) if case.kind == "large" or case.reach else True
+            if case.kind == "large":
+                return results if is_right else None
+            if is_right and (case.reach is None or all(np.isfinite(array).all() for array in results.eager.values())):
+                return results
+            lower_most(case, self._model.inputs)  # the integers that it reaches
 
     def _set_scale(self, case: Case) -> None:
         """Set the scale of inputs that are as small as the precision's denormals or as large as the model can take."""

@@ -78,7 +78,8 @@ class Imported:
     def exact(
         self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
     ) -> dict[str, Array]:
-        return self.original.exact(inputs)
+        exact = self.original.exact(inputs)
+        return {name: self.precision.with_own_limits(array) for name, array in exact.items()}
 
     def at(self, precision: Precision) -> Imported:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""

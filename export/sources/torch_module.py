@@ -108,7 +108,9 @@ class Captured:
         self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
     ) -> dict[str, Array]:
         """Outputs with the same weights in float64 (:class:`~.widened.Float64`)."""
-        return {name: to_numpy(name, value.double()) for name, value in self._float64(inputs, peaks, noise).items()}
+        results = self._float64(inputs, peaks, noise)
+        limits = self.precision.with_own_limits
+        return {name: limits(to_numpy(name, value.double())) for name, value in results.items()}
 
     def at(self, precision: Precision) -> Captured:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""

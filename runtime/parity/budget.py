@@ -31,8 +31,8 @@ integers, NaN and infinity, and which elements of a large output are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,6 +72,13 @@ set: a backend's error might be twice as large. `docs/concepts/parity.md` lists 
 HANDFUL = 16
 """Outputs of fewer elements than this may be near zero by chance, and eager right by chance."""
 
+GAP = 100
+"""How many times larger than others some numbers of an output are whose size would hide the errors of the others."""
+
+FILL, ALIKE = 1e3, 1.01
+"""Numbers from :data:`FILL` on that are :data:`GAP` times as large as all others, and within a factor of :data:`ALIKE`
+of one another, are considered a fill, such as the -1e9 of words that must not be chosen."""
+
 
 @dataclass(frozen=True)
 class Allowed:
@@ -110,8 +117,9 @@ def judge(
     baseline: Array | None = None,
     allowed: Allowed | None = None,
     terms: int = 1,
+    channels: Sequence[Array] = (),
 ) -> Comparison:
-    """Check one output of one case against the budget.
+    """Check one output of one case against the budget, and numbers whose errors larger ones would hide on their own.
 
     Args:
         case: the case.
@@ -123,6 +131,10 @@ def judge(
         baseline: eager's output at `precision`, if that differs from the bundle's.
         allowed: the error that a deployment that chose its precisions may have.
         terms: how many of the output's elements each number is a signed sum of.
+        channels: the index of every number along each axis of the output, where some may be small everywhere.
+
+    Returns:
+        the comparison of the output, or of the numbers that are checked on their own if it is closer to its budget.
     """
     if got.shape != truth.shape:
         return incomparable(case, output, precision, f"{got.size} elements, where float64 eager has {truth.size}")
@@ -140,7 +152,7 @@ def judge(
     if (misplaced := positions.misplaced(case, precision)) is not None:
         reason, worst = misplaced[0], Element.at(misplaced[1], case.name, got, eager, truth)
     unit = errors.largest or 1.0
-    return Comparison(
+    comparison = Comparison(
         case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
         error=errors.error, eager_error=errors.eager_error, budget=budget.error,
         max_error=_max(errors.off), max_budget=budget.max_error,
@@ -150,6 +162,15 @@ def judge(
         quantiles=quantiles_of(errors.off / unit),
         errors=histogram_of(errors.off / unit), eager_errors=histogram_of(errors.eager_off / unit),
     )  # fmt: skip
+    hidden = _hidden(standard, truth, precision, channels) if case.is_ordinary and not positions.overflowed else None
+    if reason is not None or hidden is None:
+        return comparison
+    few = replace(precision, floor=FAR_OFF * min(precision.floor, precision_named(precision.name).floor))
+    parts = [channel[hidden] for channel in channels]
+    rest = judge(case, output, got[hidden], standard[hidden], truth[hidden], few, terms=terms, channels=parts)
+    if rest.worst is not None:
+        rest.worst.index = [int(np.flatnonzero(hidden)[rest.worst.index[0]])]
+    return max(rest, comparison, key=lambda c: (not c.passed, c.error / c.budget))
 
 
 def incomparable(case: Case, output: str, precision: Precision, reason: str) -> Comparison:
@@ -266,6 +287,23 @@ def _without_overflow(eager: Array, baseline: Array | None) -> Array:
     if baseline is None or not np.isfinite(baseline[np.isfinite(eager)]).all():
         return eager
     return np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
+
+
+def _hidden(eager: Array, truth: Array, precision: Precision, channels: Sequence[Array]) -> Array | None:
+    """Where an output has numbers whose errors vanish next to much larger ones: all but a fill, or channels along an
+    axis that are small everywhere. None if there are none, too few to compare, or if they are noise in eager too."""
+    size = np.where(np.isfinite(truth), np.abs(truth), 0.0)
+    is_fill = size >= max(_max(size) / ALIKE, FILL)
+    smaller = [~is_fill] if is_fill.any() and GAP * _max(size[~is_fill]) <= size[is_fill].min() else []
+    for channel in channels:
+        peaks = np.zeros(int(channel.max(initial=0)) + 1)
+        np.maximum.at(peaks, channel, size)
+        smaller.append(((peaks > 0) & (GAP * peaks < _max(peaks)))[channel])
+    for others in smaller:
+        seen = others & np.isfinite(truth) & np.isfinite(eager)
+        if np.count_nonzero(seen) >= HANDFUL and relative_error(eager[seen], truth[seen]) <= FAR_OFF * precision.floor:
+            return np.asarray(others)
+    return None
 
 
 # --- NaN and infinity -------------------------------------------------------------------------------------------------

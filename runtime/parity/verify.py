@@ -537,17 +537,18 @@ class _CaseOnBackend:
         if (shape is not None and array.shape != shape) or array.dtype.name not in dtypes:
             actual, expected = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
             return incomparable(self.case, spec.name, self.precision, f"it is {actual} and must be {expected}")
-        return self.kept(spec.name, array, Allowed.by(self.manifest))
+        return self.kept(spec.name, array, Allowed.by(self.manifest), reference.channels(array.shape, self.case))
 
-    def kept(self, output: str, array: Array, allowed: Allowed | None) -> Comparison:
+    def kept(self, output: str, array: Array, allowed: Allowed | None, channels: Sequence[Array] = ()) -> Comparison:
         """The comparison of the elements that the bundle stores of an output or a cache, and of the sums of the others.
 
         Args:
             output: its name.
             array: of any floating-point type; for a cache, its contents for all tokens.
             allowed: the error that a deployment that chose its precisions may have.
+            channels: the index of every stored element along each axis of which parts may be much smaller than others.
         """
-        comparison = self._against(output, reference.sampled(array, self.case), allowed)
+        comparison = self._against(output, reference.sampled(array, self.case), allowed, channels=channels)
         _locate(comparison, self.case, array.shape)
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
         if sums is not None and not (summed := self._against(output, sums, allowed, "/blocks")).passed:
@@ -557,7 +558,9 @@ class _CaseOnBackend:
             comparison.reason = f"among elements {numbers}, by their signed sum: {summed.reason}"
         return comparison
 
-    def _against(self, output: str, got: Array, allowed: Allowed | None, suffix: str = "") -> Comparison:
+    def _against(
+        self, output: str, got: Array, allowed: Allowed | None, suffix: str = "", channels: Sequence[Array] = ()
+    ) -> Comparison:
         """The comparison of an output's stored elements, or of its sums, with those of the reference."""
         case, precision = self.case, self.precision
 
@@ -567,7 +570,7 @@ class _CaseOnBackend:
         eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
         baseline = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
         terms = reference.BLOCK if suffix else 1
-        return judge(case, output, got, eager, truth, precision, baseline, allowed, terms)
+        return judge(case, output, got, eager, truth, precision, baseline, allowed, terms, channels)
 
 
 def _locate(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:

@@ -180,6 +180,94 @@ def test_integers_suit_the_sizes(tmp_path: Path) -> None:
         )
 
 
+def test_lengths_reach_the_sizes_of_a_case_where_eager_accepts_them(tmp_path: Path) -> None:
+    """Otherwise no token after the example's last would ever be looked up in the largest inputs."""
+    batch, tokens = Dim("batch", min=1, max=20), Dim("tokens", min=1, max=16)
+    args = torch.randint(0, 20, (2, 9)), torch.tensor([4, 9])
+    shapes = ({0: batch, 1: tokens}, {0: batch})
+    bundle = attnforge.deploy(Last(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache=False)
+    cases = {case.name: case for case in bundle.manifest.cases}
+    assert cases["normal-largest"].reach == 16  # not 20, which is no token
+    lengths = make_inputs(cases["normal-largest"], bundle.manifest.inputs, {})["lengths"]
+    assert lengths.min() >= 4 and lengths.max() == 16
+    assert cases["normal-opt"].reach is None and cases["normal-smallest"].reach is None
+
+
+class Power(nn.Module):
+    """Overflows for exponents that are larger than the example's."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return x * 100.0 ** n.square()[:, None, None].to(x.dtype)
+
+
+def test_integers_beyond_the_example_that_overflow_are_not_tried(tmp_path: Path) -> None:
+    tokens = {1: Dim("tokens", min=2, max=64)}
+    args = torch.randn(2, 8, 4), torch.tensor([1, 2])
+    bundle = attnforge.deploy(
+        Power(), args, tmp_path / "b", (tokens, None), targets=["onnxruntime"], tune=False, cache=False
+    )
+    assert {case.reach for case in bundle.manifest.cases} == {None}
+
+
+class Kinds(nn.Module):
+    """Token types and positions that a caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types, self.positions = nn.Embedding(2, 8), nn.Embedding(24, 8)
+
+    def forward(self, types: Tensor, positions: Tensor) -> Tensor:
+        result: Tensor = self.types(types) + self.positions(positions)
+        return result
+
+
+def test_all_rows_of_tables_are_looked_up(tmp_path: Path) -> None:
+    """Of which the example has the first alone: token types are mostly 0, and positions end with its tokens."""
+    args = torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).repeat(2, 1)
+    shapes = ({1: Dim("tokens", min=1, max=24)},) * 2
+    bundle = attnforge.deploy(Kinds(), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache=False)
+    assert [(spec.low, spec.high) for spec in bundle.manifest.inputs] == [(0, 1), (0, 23)]
+    assert not [case.name for case in bundle.manifest.cases if case.name.startswith("mask")]  # two types are no mask
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+
+
+class Padded(nn.Module):
+    """The sum of scores of tokens that are not all zeros."""
+
+    def __init__(self, ignored: bool) -> None:
+        super().__init__()
+        self.ignored = ignored
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x.pow(2).sum(-1) + 1
+        is_token = torch.full_like(scores, True, dtype=torch.bool) if self.ignored else (x != 0).any(-1)
+        return torch.where(is_token, scores, 0.0).sum(-1)
+
+
+def test_padding_that_is_read_from_zeros_of_the_input_is_tried(tmp_path: Path) -> None:
+    args, shapes = (torch.randn(2, 6, 4),), ({1: Dim("tokens", min=1, max=24)},)
+    bundle = attnforge.deploy(
+        Padded(False), args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False, cache=False
+    )
+    report = attnforge.verify(bundle, ["eager"], module=Padded(True))
+    assert {failure.case for failure in report.backends["eager"].failures} == {"sparse"}
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_least_number_of_a_type_is_that_of_the_precision_in_float64(precision: str, tmp_path: Path) -> None:
+    class Filled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.softmax(-1).masked_fill(torch.arange(x.shape[-1]) > 5, torch.finfo(x.dtype).min)
+
+    bundle = attnforge.deploy(
+        Filled(), (torch.randn(4, 8),), tmp_path / "b", None, precision, ["onnxruntime"], tune=False, cache=False
+    )
+    assert attnforge.verify(bundle, ["onnxruntime-cpu"]).passed
+    exact = bundle.tensors(REFERENCE_OUTPUTS)["example/output/float64"]
+    assert exact.min() == -precision_named(precision).largest
+
+
 class Large(nn.Module):
     """Integers that eager cannot take: a division that it refuses, or a sine that fp32 cannot represent."""
 

@@ -690,7 +690,12 @@ family(
     ("query-bias-sign", "of the query's bias, sign", element(bias_of("query"), "sign"), (ENCODER, CROSS)),
     ("output-bias-1%", "of the output's bias, 1% off", element(bias_of("output"), "1%"), (ENCODER, CROSS)),
     ("head-sign", "of the classifier's weight, sign", element(of("head"), "sign"), VIT),
-    ("embedding-sign", "of one token's embedding, sign", element(named("embedding.weight"), "sign", 500), ENCODER),
+    (
+        "embedding-sign",
+        "of the first token's embedding, sign",
+        element(named("embedding.weight"), "sign", 108),
+        ENCODER,
+    ),
     (
         "first-position-sign",
         "of the first position, sign",
