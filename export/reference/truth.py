@@ -90,7 +90,7 @@ def write_reference(
                 raise
             raise CaptureError(
                 f"{error}; the inputs of case {case.name} are random, and a model must accept all of its dtypes "
-                "and sizes: leave checks of data out of forward, and sizes that it does not take out of the Dims"
+                "and sizes: leave checks of data out of forward, and sizes that it does not take out of its Dims"
             ) from error
         if results is None:
             cases.remove(case)

@@ -305,8 +305,8 @@ def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Pa
         ),
         (
             lambda s, y: torch._check_tensor_all(y.abs() < 1e3) or y,  # type: ignore[no-untyped-call]
-            r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data out "
-            r"of forward, and sizes that it does not take out of the Dims$",
+            r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data "
+            r"out of forward, and sizes that it does not take out of its Dims$",
         ),
         (lambda s, y: [{"y": y}], r"^the module must return a tensor, or .* of tensors, not dict in what it returned$"),
     ],
