@@ -162,8 +162,9 @@ def judge(
         quantiles=quantiles_of(errors.off / unit),
         errors=histogram_of(errors.off / unit), eager_errors=histogram_of(errors.eager_off / unit),
     )  # fmt: skip
-    hidden = _hidden(standard, truth, precision, channels) if case.is_ordinary and not positions.overflowed else None
-    if reason is not None or hidden is None:
+    if reason is not None or not case.is_ordinary or positions.overflowed or allowed is not None:
+        return comparison
+    if (hidden := _hidden(standard, truth, precision, channels)) is None:
         return comparison
     few = replace(precision, floor=FAR_OFF * min(precision.floor, precision_named(precision.name).floor))
     parts = [channel[hidden] for channel in channels]

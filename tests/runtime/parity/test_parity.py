@@ -288,6 +288,14 @@ def test_small_channels_are_checked_on_their_own(precision: str) -> None:
     assert [len(index) for index in reference.channels((2, reference.SAMPLED), case)] == [reference.SAMPLED] * 2
 
 
+def test_a_deployment_that_was_given_its_error_is_compared_as_a_whole() -> None:
+    filled = np.where(np.arange(TRUTH.size) % 4 == 1, -1e9, TRUTH)
+    arrays = [np.where(filled < -1e8, filled, off_by(TRUTH, 1e-2, 1)), filled, filled]
+    for allowed in (None, Allowed(2e-2, True)):
+        comparison = judge(CASE, "output", arrays[0], arrays[1], arrays[2], precision_named("fp32"), allowed=allowed)
+        assert comparison.passed is (allowed is not None)
+
+
 def test_large_numbers_of_different_sizes_are_no_fill() -> None:
     truth = np.where(np.arange(TRUTH.size) % 4 == 1, 1e5 * TRUTH, 1e-3 * TRUTH)
     assert judged(truth + 1e-3, truth, truth).passed
