@@ -38,6 +38,7 @@ KINDS: dict[Kind, str] = {
     "constant": "every number is one",
     "denormal": "numbers smaller than the precision can hold in full",
     "extremes": "normal, with a few numbers about as large as the precision allows",
+    "sparse": "normal, with zeros in a quarter of the rows and in one number in eight",
     "zeros": "normal, and whole numbers that index no table are zero",
     "large": "normal, and whole numbers that index no table are as large as the model takes them",
 }
