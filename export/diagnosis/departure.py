@@ -28,9 +28,9 @@ from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.flops import run_cost
-from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64
-from attnforge.export.graphs.float64 import NoDoublePath, attention_as_products
-from attnforge.export.graphs.parts import part_of, values_of
+from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, with_products
+from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.parts import values_of
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.room import most_alive
 from attnforge.export.sources.torch_module import Captured
@@ -124,10 +124,7 @@ def _graph(model: ir.Model, inputs: Mapping[str, Array], names: Sequence[str] | 
     try:
         return in_float64(model, names, least_stays_least=True, runs_once=True)(inputs), True
     except NoDoublePath:
-        part = part_of(model, [str(value.name) for value in model.graph.outputs] if names is None else names)
-        with suppress(NoDoublePath):
-            attention_as_products(part)
-        return at_own_precision(part, names)(inputs), False
+        return at_own_precision(with_products(model, names), names)(inputs), False
 
 
 def _missed(

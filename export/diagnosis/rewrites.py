@@ -18,7 +18,7 @@ from attnforge.arrays import Array
 from attnforge.bundle import Certificate, SiteRecord
 from attnforge.export.diagnosis.stages import StageGraph, module_of
 from attnforge.export.diagnosis.trace import error_of
-from attnforge.export.graphs.execute import as_it_is, in_float64
+from attnforge.export.graphs.execute import as_it_is, in_float64, with_products
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import numpy_type, upstream
 from attnforge.export.graphs.parts import computed, part_of, values_of
@@ -104,7 +104,7 @@ def _differences(
         runs = [in_float64(model, names, least_stays_least=stands_for_infinity) for model in (before, after)]
         same = SAME
     except NoDoublePath:
-        runs, same = [as_it_is(model, names) for model in (before, after)], SAME_IN_FP32
+        runs, same = [as_it_is(with_products(model, names), names) for model in (before, after)], SAME_IN_FP32
     was, became = (run(feeds) for run in runs)
     return {name: _difference(became[name], was[name]) for name in names}, same
 

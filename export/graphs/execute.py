@@ -8,6 +8,7 @@ the same tensor names, so that the error that an operator adds can be separated 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImp
 from attnforge.arrays import Array, is_floating
 from attnforge.atomic import temporary_folder
 from attnforge.errors import first_line
-from attnforge.export.graphs.float64 import NoDoublePath, to_double
+from attnforge.export.graphs.float64 import NoDoublePath, attention_as_products, to_double
 from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import SHELVED, save
 from attnforge.export.graphs.types import DOUBLE, FLOAT, LARGE, cast_input, cast_output, round_results
@@ -133,6 +134,15 @@ def in_float64(
         return Runner(double, names)
     except NotImplemented_ as error:
         raise NoDoublePath(first_line(error)) from error
+
+
+def with_products(model: ir.Model, names: Sequence[str] | None = None) -> ir.Model:
+    """A copy of the part of `model` that computes some tensors, by default the outputs, with the attention operators
+    decomposed that can be: ONNX Runtime's own do not take every mask."""
+    part = part_of(model, _names(model, names))
+    with suppress(NoDoublePath):
+        attention_as_products(part)
+    return part
 
 
 def at_own_precision(
