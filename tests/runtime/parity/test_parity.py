@@ -296,6 +296,16 @@ def test_a_deployment_that_was_given_its_error_is_compared_as_a_whole() -> None:
         assert comparison.passed is (allowed is not None)
 
 
+def test_numbers_that_are_small_by_chance_are_not_checked_on_their_own() -> None:
+    """Every number of a single token is a channel; in a few of them, an error that is small in all looks large."""
+    case = Case(name="case", sizes={}, kind="normal", seed=1)
+    truth = np.random.default_rng(0).standard_normal(768)
+    indices = reference.channels((1, 1, 768), case)
+    got = off_by(truth, 2e-6, 1)
+    assert np.count_nonzero(100 * np.abs(truth) < np.abs(truth).max()) > 16
+    assert judge(case, "y", got, truth, truth, precision_named("fp32"), channels=indices).passed
+
+
 def test_large_numbers_of_different_sizes_are_no_fill() -> None:
     truth = np.where(np.arange(TRUTH.size) % 4 == 1, 1e5 * TRUTH, 1e-3 * TRUTH)
     assert judged(truth + 1e-3, truth, truth).passed
