@@ -61,7 +61,7 @@ def counted(module: nn.Module) -> Iterator[Counter[str]]:
             hook.remove()
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
     """Whether an operator changes a tensor in place, which its users do not show."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
@@ -71,7 +71,7 @@ def in_program(program: ExportedProgram) -> Counter[str]:
     which its outputs depend. The same operator on the same operands counts once."""
     used: set[Node] = set()
     for node in reversed(program.graph.nodes):
-        if node.op == "output" or node in used or _writes(node):
+        if node.op == "output" or node in used or writes(node):
             used.update(node.all_input_nodes)
     dependent = {node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs}
     modules: dict[str, str] = {}

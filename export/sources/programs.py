@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from attnforge.export.attention.counted import writes
 from attnforge.export.graphs.types import DOUBLE, FLOAT
 
 aten: Any = torch.ops.aten
@@ -265,7 +266,7 @@ def _has_function(node: Node, known: Collection[object]) -> bool:
     target = node.target
     if target not in known or target in LEFT_TO_TORCH or isinstance(target, HigherOrderOperator):
         return False
-    return not isinstance(target, OpOverload) or not target._schema.is_mutable
+    return not writes(node)
 
 
 def promoted(run_node: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
