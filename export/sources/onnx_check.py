@@ -107,6 +107,46 @@ def check(model: ir.Model) -> None:
             raise UsageError(_too_large(node, count))
 
 
+LARGEST_WINDOW = 2**20
+"""Maximum number of elements of a pooling window."""
+
+AXES = ("axis", "axes", "batch_axis", "batch_dims", "time_axis")
+"""Attributes that name or count dims."""
+
+
+def check_signatures(model: ir.Model) -> None:
+    """Check what the shape inference of onnx does not: it ends the process where an operator lacks an input or has more
+    outputs than parts, or an axis is no axis. A huge pooling window takes hours.
+
+    Raises:
+        UsageError: the inputs, outputs or attributes of an operator are invalid.
+    """
+    for node in model.graph.all_nodes():
+        if why := _why_invalid(node, model.opset_imports.get(node.domain) or 0):
+            raise UsageError(f"{node.op_type} ({node.name}) {why}; export the graph again")
+
+
+def _why_invalid(node: ir.Node, opset: int) -> str:
+    if onnx.defs.has(node.op_type, opset, node.domain):
+        for i, formal in enumerate(onnx.defs.get_schema(node.op_type, opset, node.domain).inputs):
+            if formal.option == onnx.defs.OpSchema.FormalParameterOption.Single and optional_input(node, i) is None:
+                return f"lacks its input {formal.name!r}"
+    if node.op_type == "Split":
+        parts = constant_of(optional_input(node, 1))
+        each = node.attributes.get_ints("split", node.outputs) if parts is None else parts  # before opset 13
+        if (count := node.attributes.get_int("num_outputs", len(each))) != len(node.outputs):
+            return f"has {len(node.outputs)} outputs, and {count} parts"
+    for a in node.attributes.values():
+        numbers = a.as_ints() if a.type == ir.AttributeType.INTS else ()
+        numbers = (a.as_int(),) if a.type == ir.AttributeType.INT else numbers
+        least = 0 if a.name == "batch_dims" else -MOST_DIMS
+        if a.name in AXES and not all(least <= number <= MOST_DIMS for number in numbers):
+            return f"has the {a.name} {', '.join(map(str, numbers))}"
+        if a.name == "kernel_shape" and "Pool" in node.op_type and prod(map(abs, numbers)) > LARGEST_WINDOW:
+            return f"has a window of {' × '.join(map(str, numbers))}"
+    return ""
+
+
 MOST_REPEATED = 8
 """How often a graph may concatenate its constants, on average."""
 

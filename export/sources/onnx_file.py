@@ -33,6 +33,7 @@ from attnforge.export.sources.onnx_check import (
     check_growth,
     check_names,
     check_operator,
+    check_signatures,
     tensors,
 )
 from attnforge.export.sources.original import Original, as_standard, check_converted, has_scores, is_unlike_standard
@@ -176,6 +177,7 @@ def _read(file: Path) -> ir.Model:
             (value.const_value,) = ir.external_data.convert_tensors_from_external([value.const_value])
     check(model)
     common.InlinePass()(model)
+    check_signatures(model)
     common.RemoveInitializersFromInputsPass()(model)
     common.NameFixPass()(model)
     return model

@@ -68,6 +68,26 @@ def test_names_that_are_not_defined(tmp_path: Path, nodes: list[onnx.NodeProto],
     refused(saved(tmp_path, nodes), words)
 
 
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (helper.make_node("Split", ["x"], ["y", "z"], num_outputs=1), "has 2 outputs, and 1 parts"),
+        (helper.make_node("Split", ["x", "one"], ["y", "z"]), "has 2 outputs, and 1 parts"),
+        (node("LayerNormalization", "x", "one", axis=2**31), "has the axis 2147483648"),
+        (node("Gather", "x", ""), "lacks its input 'indices'"),
+        (node("GatherND", "x", "one", batch_dims=-2), "has the batch_dims -2"),
+        (node("MaxPool", "x", kernel_shape=[2**62, 2]), "has a window of 4611686018427387904 × 2"),
+    ],
+)  # fmt: skip
+def test_what_ends_the_process_of_a_library(tmp_path: Path, made: onnx.NodeProto, words: str) -> None:
+    refused(saved(tmp_path, [made], one=[1]), words)
+
+
+def test_indices_out_of_range_are_not_folded(tmp_path: Path) -> None:
+    gathered = [node("GatherElements", "numbers", "far", output="n"), node("Cast", "n", to=FLOAT)]
+    refused(saved(tmp_path, gathered, numbers=[1, 2], far=[2**40, 0]))
+
+
 def test_operators_in_any_order(tmp_path: Path) -> None:
     """ONNX Runtime sorts them, and its conversion to fp16 appends the casts of inputs."""
     ordered = [node("Relu", "x", output="b"), node("Exp", "b", output="a"), node("Add", "a", "b")]
