@@ -110,13 +110,17 @@ def check(model: ir.Model) -> None:
 LARGEST_WINDOW = 2**20
 """Maximum number of elements of a pooling window."""
 
-AXES = ("axis", "axes", "batch_axis", "batch_dims", "time_axis")
-"""Attributes that name or count dims."""
+BOUNDS = {
+    **dict.fromkeys(("axis", "axes", "batch_axis", "time_axis"), (-MOST_DIMS, MOST_DIMS)),
+    "batch_dims": (0, MOST_DIMS),
+    **dict.fromkeys(("blocksize", "group", "kv_num_heads", "num_groups", "num_heads", "q_num_heads"), (1, 2**31 - 1)),
+}
+"""The smallest and largest numbers of attributes that name or count dims, or divide their sizes."""
 
 
 def check_signatures(model: ir.Model) -> None:
-    """Check what the shape inference of onnx does not: it ends the process where an operator lacks an input or has more
-    outputs than parts, or an axis is no axis. A huge pooling window takes hours.
+    """Check what libraries do not: the shape inference of onnx and ONNX Runtime end the process where an operator lacks
+    an input or has more outputs than parts, an axis is no axis, or a number of heads is 0. A huge window takes hours.
 
     Raises:
         UsageError: the inputs, outputs or attributes of an operator are invalid.
@@ -127,8 +131,11 @@ def check_signatures(model: ir.Model) -> None:
 
 
 def _why_invalid(node: ir.Node, opset: int) -> str:
+    types: dict[str, str] = {}
     if onnx.defs.has(node.op_type, opset, node.domain):
-        for i, formal in enumerate(onnx.defs.get_schema(node.op_type, opset, node.domain).inputs):
+        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+        types = {name: str(a.type).rpartition(".")[2] for name, a in schema.attributes.items()}
+        for i, formal in enumerate(schema.inputs):
             if formal.option == onnx.defs.OpSchema.FormalParameterOption.Single and optional_input(node, i) is None:
                 return f"lacks its input {formal.name!r}"
     if node.op_type == "Split":
@@ -137,10 +144,11 @@ def _why_invalid(node: ir.Node, opset: int) -> str:
         if (count := node.attributes.get_int("num_outputs", len(each))) != len(node.outputs):
             return f"has {len(node.outputs)} outputs, and {count} parts"
     for a in node.attributes.values():
+        if (wanted := types.get(a.name, a.type.name)) != a.type.name:
+            return f"has the attribute {a.name} of the type {a.type.name}, not {wanted}"
         numbers = a.as_ints() if a.type == ir.AttributeType.INTS else ()
         numbers = (a.as_int(),) if a.type == ir.AttributeType.INT else numbers
-        least = 0 if a.name == "batch_dims" else -MOST_DIMS
-        if a.name in AXES and not all(least <= number <= MOST_DIMS for number in numbers):
+        if a.name in BOUNDS and not all(BOUNDS[a.name][0] <= number <= BOUNDS[a.name][1] for number in numbers):
             return f"has the {a.name} {', '.join(map(str, numbers))}"
         if a.name == "kernel_shape" and "Pool" in node.op_type and prod(map(abs, numbers)) > LARGEST_WINDOW:
             return f"has a window of {' × '.join(map(str, numbers))}"
@@ -168,9 +176,9 @@ def _check_lists(graph: ir.Graph) -> None:
         counts.update(dict.fromkeys(node.outputs, count))
         if node.op_type == "Concat" and count > most:
             raise UsageError(_too_large(node, count, most))
-        if node.op_type in _TAKES_SHAPE and inputs and inputs[-1] > 2**20:
+        if node.op_type in _TAKES_SHAPE and inputs and inputs[-1] > 2**12:
             raise UsageError(
-                f"{node.op_type} ({node.name}) has a shape with more than 2^20 dims; export the graph again"
+                f"{node.op_type} ({node.name}) has a shape with more than 4,096 dims; export the graph again"
             )
 
 

@@ -120,7 +120,7 @@ def infer_shapes(model: ir.Model) -> None:
             try:
                 result = _symbolically(proto, known)
             except Exception:  # an operator that it does not know; onnx's inference gets as far as it can
-                result = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+                result = onnx.shape_inference.infer_shapes(proto, data_prop=not _has_long_list(proto))
         inferred.update({v.name or "": v for node in ir.from_proto(result).graph for v in node.outputs})
         inferred.update({name: ir.serde.deserialize_value_info_proto(v, None) for name, v in known.items()})
         return proto
@@ -132,6 +132,12 @@ def infer_shapes(model: ir.Model) -> None:
             output.type = ir.TensorType(value.dtype)
         if value is not None and value.shape is not None:
             output.shape = ir.Shape(list(value.shape))
+
+
+def _has_long_list(proto: onnx.ModelProto) -> bool:
+    """Whether an input is a list of more numbers than any shape has; inference would make a dim of each."""
+    dims = (value.type.tensor_type.shape.dim for value in proto.graph.input)
+    return any(len(each) == 1 and each[0].dim_value > 2**20 for each in dims)
 
 
 def _is_shaped(info: onnx.ValueInfoProto) -> bool:

@@ -1,18 +1,23 @@
-"""Attention graphs in ONNX with altered operators, attributes, types, sizes, constants or bytes."""
+"""Attention graphs, and ONNX's node tests, with altered operators, attributes, types, sizes, constants or bytes."""
 
 from __future__ import annotations
 
+import functools
+import math
 import shutil
+import warnings
 from base64 import b64encode
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 from hypothesis import assume, event, given, note
 from hypothesis import strategies as st
 from onnx import TensorProto
+from onnx.backend.test.case.node import collect_testcases
 
-from tests.fuzz.budget import tries
+from tests.fuzz.budget import LONG, tries
 from tests.fuzz.changes import changed_bytes, texts
 from tests.fuzz.subject import Subject
 from tests.support.random_graphs import FLOAT, Drawn, Invalid, attention
@@ -36,6 +41,7 @@ def wrong(draw: st.DrawFn, model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _operator(draw: st.DrawFn, model: onnx.ModelProto) -> None:
     nodes = model.graph.node
+    assume(nodes)
     node = nodes[draw(st.integers(0, len(nodes) - 1))]
     how = draw(st.sampled_from(["other", "domain", "gone", "twice", "name"]))
     if how == "other":
@@ -144,17 +150,43 @@ def _is_utf8(text: str) -> bool:
     return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
-@tries(few=8, many=1_000, shrinks=False)  # every example is deployed
-@given(data=st.data())
-def test_a_graph_is_accepted_rightly_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, subject: Subject, data: st.DataObject
-) -> None:
+@functools.cache
+def operators() -> list[bytes]:
+    """The graphs of ONNX's node tests (`onnx.backend.test`), of up to 64 KiB and 4,096 numbers of input and output.
+    Those that return scores are left out: ONNX Runtime has the least number in place of minus infinity."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        models = [case.model for case in collect_testcases(None) if case.model is not None and "_qk_" not in case.name]
+    small = [model for model in models if max(map(_numbers, (*model.graph.input, *model.graph.output))) <= 4096]
+    return [text for text in map(onnx.ModelProto.SerializeToString, small) if len(text) <= 2**16]
+
+
+def _numbers(value: onnx.ValueInfoProto) -> int:
+    return math.prod(dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.dim_value)
+
+
+def attention_graph(data: st.DataObject) -> bytes:
     try:
-        program = attention(Drawn(data), None, (), FLOAT)
+        return ir.to_proto(attention(Drawn(data), None, (), FLOAT).model).SerializeToString()
     except Invalid:
         assume(False)
         raise
-    model = data.draw(wrong(ir.to_proto(program.model)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["attention", pytest.param("operator", marks=pytest.mark.skipif(not LONG, reason="in `make fuzz` alone"))],
+)
+@tries(few=8, many=1_000, shrinks=False)  # every example is deployed
+@given(data=st.data())
+def test_a_graph_is_accepted_rightly_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, subject: Subject, kind: str, data: st.DataObject
+) -> None:
+    text = attention_graph(data) if kind == "attention" else data.draw(st.sampled_from(operators()))
+    model = onnx.ModelProto.FromString(text)
+    if kind == "attention" or data.draw(st.integers(0, 3)):
+        model = data.draw(wrong(model))
+    assume(kind == "attention" or max(map(_numbers, model.graph.input), default=0) <= 2**20)  # others may take minutes
     text = model.SerializeToString()
     if data.draw(st.integers(0, 4)) == 4:
         text = data.draw(changed_bytes(text))

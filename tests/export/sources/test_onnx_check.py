@@ -76,16 +76,27 @@ def test_names_that_are_not_defined(tmp_path: Path, nodes: list[onnx.NodeProto],
         (node("LayerNormalization", "x", "one", axis=2**31), "has the axis 2147483648"),
         (node("Gather", "x", ""), "lacks its input 'indices'"),
         (node("GatherND", "x", "one", batch_dims=-2), "has the batch_dims -2"),
+        (node("Attention", "x", "x", "x", q_num_heads=1, kv_num_heads=0), "has the kv_num_heads 0"),
+        (node("LayerNormalization", "x", "one", axis=1.0), "has the attribute axis of the type FLOAT, not INT"),
         (node("MaxPool", "x", kernel_shape=[2**62, 2]), "has a window of 4611686018427387904 × 2"),
     ],
 )  # fmt: skip
-def test_what_ends_the_process_of_a_library(tmp_path: Path, made: onnx.NodeProto, words: str) -> None:
+def test_invalid_signatures(tmp_path: Path, made: onnx.NodeProto, words: str) -> None:
     refused(saved(tmp_path, [made], one=[1]), words)
 
 
 def test_indices_out_of_range_are_not_folded(tmp_path: Path) -> None:
     gathered = [node("GatherElements", "numbers", "far", output="n"), node("Cast", "n", to=FLOAT)]
     refused(saved(tmp_path, gathered, numbers=[1, 2], far=[2**40, 0]))
+
+
+def test_an_input_of_very_many_numbers(tmp_path: Path) -> None:
+    """Inference makes no dim of each."""
+    many = helper.make_tensor_value_info("x", FLOAT, [2**40])
+    graph = helper.make_graph([node("CastLike", "x", "x", output="a"), node("Shrink", "a")], "graph", [many], [Y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    refused(tmp_path / "model.onnx")
 
 
 def test_operators_in_any_order(tmp_path: Path) -> None:
