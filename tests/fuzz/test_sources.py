@@ -167,7 +167,8 @@ def _numbers(value: onnx.ValueInfoProto) -> int:
 
 def attention_graph(data: st.DataObject) -> bytes:
     try:
-        return ir.to_proto(attention(Drawn(data), None, (), FLOAT).model).SerializeToString()
+        text: bytes = ir.to_proto(attention(Drawn(data), None, (), FLOAT).model).SerializeToString()
+        return text
     except Invalid:
         assume(False)
         raise
