@@ -17,13 +17,14 @@ import onnxruntime as ort
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bundle import REFERENCE_EXAMPLE, Bundle, TensorSpec
+from attnforge.bundle import Bundle, TensorSpec
 from attnforge.cli import printing, terminal
 from attnforge.errors import InputError
 from attnforge.input_files import read_inputs
 from attnforge.polygraphy_files import array_of, read_results
 from attnforge.runtime.parity.budget import relative_error
 from attnforge.runtime.parity.results import verify_results
+from attnforge.runtime.parity.verify import stored_inputs
 
 BACKEND = "onnxruntime-cpu"
 
@@ -96,7 +97,7 @@ def deploy_source(file: str, out: str) -> str:
     report = attnforge.verify(bundle.path, [BACKEND])
     if not report.passed:
         return "not passed"
-    inputs = bundle.tensors(REFERENCE_EXAMPLE)
+    inputs = stored_inputs(bundle)
     with attnforge.load(bundle.path, BACKEND) as session:
         outputs = session.run(inputs)
     right = _original(file, inputs)
