@@ -10,8 +10,7 @@ from pathlib import Path
 import typer
 
 from benchmarks import experiment
-from benchmarks.experiment import MODULES, RESULTS, claims_table, experiment_of
-from benchmarks.pages import refresh
+from benchmarks.experiment import MODULES, RESULTS, claims_table, experiment_of, refresh
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run the experiments that measure attnforge.")
 

@@ -180,7 +180,8 @@ class Experiment:
         measure: function that measures, with the command's options as arguments. With `subjects`, its first argument is
             a subject, and it returns that subject's figures, or results with only those; otherwise it returns all
             figures, or yields them as they grow.
-        tables: makes Markdown tables from the figures, by the name of their marks in a page.
+        tables: what makes each Markdown table from the figures, by the name of its marks in a page; or a function that
+            makes all of them, if the figures decide their names.
         claims: makes claims from the figures.
         broken: makes lines about failures from the figures; the run exits with 1 if there are any.
         subjects: subjects by name, measured one after another. Figures are written after each; `--only` measures some
@@ -193,7 +194,7 @@ class Experiment:
 
     file: str
     measure: Callable[..., Any]
-    tables: Callable[[Figures], Mapping[str, str]]
+    tables: Mapping[str, Callable[[Figures], str]] | Callable[[Figures], Mapping[str, str]]
     claims: Callable[[Figures], Iterable[Claim]] = lambda figures: ()
     broken: Callable[[Figures], Iterable[str]] | None = None
     subjects: Mapping[str, Any] = field(default_factory=dict)
@@ -201,6 +202,10 @@ class Experiment:
     variant: str = ""
     threads: Callable[[], int] = processors
     packages: Sequence[str] = ()
+
+    def texts(self, figures: Figures) -> Mapping[str, str]:
+        """Return the tables, by the name of their marks."""
+        return self.tables(figures) if callable(self.tables) else {n: make(figures) for n, make in self.tables.items()}
 
     def wrong(self, figures: Figures) -> list[str]:
         """Return lines about failures."""
@@ -249,7 +254,7 @@ class Experiment:
         except typer.Exit as exit:  # from an experiment that has already written its figures
             code = exit.exit_code
         figures = json.loads(results.read_bytes())
-        for name, text in self.tables(figures).items():
+        for name, text in self.texts(figures).items():
             print(f"\n{name}\n\n{text}")
         wrong = self.wrong(figures)
         for line in wrong:
@@ -353,3 +358,38 @@ def _write(measured: Measured, results: Path, command: str, threads: int, packag
     about = {"command": command, "machine": machine(threads), "tools": {**tool_versions(), **versions(packages)}}
     results.parent.mkdir(parents=True, exist_ok=True)
     write_whole(results, f"{json.dumps({**about, **measured}, indent=2)}\n".encode())
+
+
+# --- the tables of README.md and docs/ --------------------------------------------------------------------------------
+
+
+def tables() -> Iterator[tuple[str, Path, str]]:
+    """Yield every table: the name of its marks, its results file, and its text."""
+    for experiment in filter(None, map(experiment_of, MODULES)):
+        for file in sorted(RESULTS.glob(f"{Path(experiment.file).stem}*.json")):  # includes other machines and variants
+            for name, text in experiment.texts(json.loads(file.read_bytes())).items():
+                yield name, file, text
+
+
+def pages(root: Path) -> list[Path]:
+    """Return the pages that may contain tables."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def refresh(root: Path = Path()) -> list[tuple[str, Path]]:
+    """Write every table to the pages under `root` that have marks for it.
+
+    Returns:
+        the name and the results file of every table that was written.
+    """
+    return [(name, file) for name, file, text in tables() for page in pages(root) if put(text, name, file, page)]
+
+
+def put(table: str, name: str, results: Path, page: Path) -> bool:
+    """Put a table between a page's marks for `name` and this results file; return whether the page has such marks."""
+    start, end = f"<!-- {name}: from {results.as_posix()} -->", f"<!-- /{name} -->"
+    head, start_mark, rest = page.read_text(encoding="utf-8").partition(start)
+    _, end_mark, tail = rest.partition(end)
+    if start_mark and end_mark:
+        write_whole(page, f"{head}{start}\n{table}\n{end}{tail}".encode())
+    return bool(start_mark and end_mark)

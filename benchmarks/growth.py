@@ -19,18 +19,8 @@ from attnforge.bench.interval import student
 from attnforge.bench.page import page_values
 from attnforge.bench.plots import DASHES, OTHERS, both_logarithmic, finished, in_words, marker_of, short_label
 from attnforge.bench.results import Contender, Fit, Growth, Interval, Results, Series
+from attnforge.report import render
 from attnforge.report.charts import BLUE, WIDTH, Picture, drawing, legend_above, literal
-from attnforge.report.render import (
-    NOTHING,
-    environment,
-    fixed,
-    interval,
-    markdown_table,
-    places,
-    rounded,
-    with_interval,
-    write_template,
-)
 
 Measure = Literal["time", "memory"]
 MEASURES: tuple[Measure, ...] = ("time", "memory")
@@ -92,7 +82,7 @@ def growth_tables(growth: Growth) -> list[GrowthTable]:
         ]
         numbers = [number for _, values, _ in rows for number in values]
         if any(number is not None for number in numbers):
-            tables.append(GrowthTable(measure, unit, rows, places(numbers, 2)))
+            tables.append(GrowthTable(measure, unit, rows, render.places(numbers, 2)))
     return tables
 
 
@@ -109,13 +99,13 @@ def growth_table(growth: Growth) -> str:
             (
                 named(series),
                 series.precision,
-                *(fixed(value, grown.decimals) for value in values),
-                with_interval(fit.exponent, 2) if fit else NOTHING,
-                f"{fit.last:.2f}" if fit else NOTHING,
+                *(render.fixed(value, grown.decimals) for value in values),
+                render.with_interval(fit.exponent, 2) if fit else render.NOTHING,
+                f"{fit.last:.2f}" if fit else render.NOTHING,
             )
             for series, values, fit in grown.rows
         ]
-        tables.append(markdown_table(head, rows, words=2))
+        tables.append(render.markdown_table(head, rows, words=2))
     return "\n\n".join(tables)
 
 
@@ -149,9 +139,8 @@ def growth_plot(growth: Growth, measure: Measure, kind: plots.Kind = "svg") -> P
                 marker=marker_of(series.precision), markersize=5,
                 label=f"{short_label(series.name)} {series.precision}{_law(growth.along, fit, True)}",
             )  # fmt: skip
-            smallest, largest = (f"{rounded(values[i])} at {sizes[i]:,}" for i in (0, -1))
-            law = _law(growth.along, fit, False)
-            words.append(f"{series.name} {series.precision} {smallest}, {largest}{law}")
+            smallest, largest = (f"{render.rounded(values[i])} at {sizes[i]:,}" for i in (0, -1))
+            words.append(f"{series.name} {series.precision} {smallest}, {largest}{_law(growth.along, fit, False)}")
         both_logarithmic(axes)
         ticks = ticks_apart([size for _, readings, _ in lines for size, _ in readings])
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -167,7 +156,7 @@ def _law(along: str, fit: Fit | None, is_drawn: bool) -> str:
     if fit is None:
         return ""
     power = f"$^{{{fit.exponent.value:.2f}}}$" if is_drawn else f"^{fit.exponent.value:.2f}"
-    ends = interval(fit.exponent, 2)
+    ends = render.interval(fit.exponent, 2)
     return f": ~ {literal(along) if is_drawn else along}{power}" + (f" ({ends})" if ends else "")
 
 
@@ -251,11 +240,11 @@ def _exponents(growth: Growth, key: str, before: Series, after: Series, differen
 def write_page(results: Results, path: Path, compared: Sequence[str] | None = None) -> None:
     """Write the page of results, overwriting the file; `compared` has differences from an earlier run, one sentence
     each."""
-    templates = environment()
+    templates = render.environment()
     own = jinja2.FileSystemLoader(Path(__file__).parent)
     templates.loader = jinja2.ChoiceLoader([own, jinja2.PackageLoader("attnforge", "templates")])
     values = page_values(results, compared)
-    write_template(
+    render.write_template(
         templates.get_template("growth.html"), path, growth_tables=growth_tables, growth_plot=growth_plot, **values
     )
 

@@ -101,8 +101,7 @@ def _against(text: str, at_most: float, ours: Timed | None, theirs: tuple[Decodi
     if ours is None or theirs is None:
         return Claim(text, None, at_most)
     peer, step = theirs
-    ratio = ratio_of(ours.latency.rounds, step.latency.rounds, step.latency.openings)
-    return Claim(text, ratio, at_most, peer.name)
+    return Claim(text, ratio_of(ours.latency.rounds, step.latency.rounds, step.latency.openings), at_most, peer.name)
 
 
 def broken(figures: dict[str, Any]) -> list[str]:
@@ -141,14 +140,11 @@ def _steps_table(measured: DecodingResults, context: int) -> str:
         )
         for step, contender in timed
     ]
-    limit = measured.limits.get(context)
-    bound = (
-        ""
-        if limit is None
-        else f": {limit.latency.median.value:.3g} ms to copy {(limit.weights + limit.cache) / 1e6:,.0f} MB"
-    )
+    title = f"After {context:,} tokens"
+    if (limit := measured.limits.get(context)) is not None:
+        title += f": {limit.latency.median.value:.3g} ms to copy {(limit.weights + limit.cache) / 1e6:,.0f} MB"
     head = ("contender", "ms a token (95%)", "tokens a second", "ratio to ours (95%)", "share of the limit", "error")
-    return f"After {context:,} tokens{bound}\n\n{markdown_table(head, rows, 1)}"
+    return f"{title}\n\n{markdown_table(head, rows, 1)}"
 
 
 def _first_tokens_table(measured: DecodingResults) -> str:
@@ -161,12 +157,8 @@ def _first_tokens_table(measured: DecodingResults) -> str:
         )
         for contender in measured.contenders
     ]
-    head = (
-        "ms to first token (95%)",
-        *(f"prompt of {prompt:,}" for prompt in measured.prompts),
-        "KiB added per step",
-    )
+    head = ("ms to first token (95%)", *(f"prompt of {prompt:,}" for prompt in measured.prompts), "KiB added per step")
     return markdown_table(head, rows, 1)
 
 
-EXPERIMENT = Experiment("decoding.json", measure, lambda figures: {"decoding": table(figures)}, claims, broken)
+EXPERIMENT = Experiment("decoding.json", measure, {"decoding": table}, claims, broken)

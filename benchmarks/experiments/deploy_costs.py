@@ -185,7 +185,7 @@ def _row(limit: Limit, record: Mapping[str, Any]) -> list[str]:
 EXPERIMENT = Experiment(
     "deploy_costs.json",
     measure,
-    lambda figures: {"deploy-costs": table(figures)},
+    {"deploy-costs": table},
     claims,
     broken,
     subjects={limit.title: limit for limit in LIMITS},

@@ -128,8 +128,7 @@ def _measured(example: Example, folder: Path, rounds: int, threads: int) -> dict
         say("time")
         times = race({name: partial(run, timed) for name, run in runs.items()}, rounds)
     for name, turns in times.items():
-        latency = latency_of(turns)
-        contenders[name]["ms"] = latency.median.model_dump()
+        contenders[name]["ms"] = latency_of(turns).median.model_dump()
         contenders[name]["of_int8"] = ratio_of(times["attnforge int8"], turns).model_dump()
     quantised = bundles["int8"].manifest.quantised
     assert quantised is not None
@@ -209,9 +208,5 @@ def summary(figures: dict[str, Any]) -> str:
 
 
 EXPERIMENT = Experiment(
-    "eight_bits.json",
-    measure,
-    lambda figures: {"eight-bits": table(figures), "eight-bits-summary": summary(figures)},
-    claims,
-    subjects=SUBJECTS,
+    "eight_bits.json", measure, {"eight-bits": table, "eight-bits-summary": summary}, claims, subjects=SUBJECTS
 )

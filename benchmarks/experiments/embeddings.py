@@ -109,8 +109,7 @@ def _linear(layers: Sequence[nn.Module], rows: torch.Tensor, folder: Path, preci
     size = torch.export.Dim("tokens", min=2, max=TOKENS)
     shapes: dict[str, Any] = {"input": {0: torch.export.Dim("batch", min=1, max=BATCH), 1: size}}
     eight: dict[str, Any] = {"data": [{"input": rows[:2].numpy()}], "max_error": 0.5} if precision == "int8" else {}
-    chain = nn.Sequential(*layers, nn.Linear(rows.shape[-1], 1))
-    example = Example(chain, (rows[:, :160],), shapes)
+    example = Example(nn.Sequential(*layers, nn.Linear(rows.shape[-1], 1)), (rows[:, :160],), shapes)
     return deployed(example, folder / f"linear-{precision}", precision=precision, cache=False, tune=False, **eight)
 
 
@@ -154,4 +153,4 @@ def table(figures: dict[str, Any]) -> str:
     return "\n\n".join((table_of(COLUMNS, rows), claims_table(claims(figures)), where(figures)))
 
 
-EXPERIMENT = Experiment("embeddings.json", measure, lambda figures: {"embeddings": table(figures)}, claims)
+EXPERIMENT = Experiment("embeddings.json", measure, {"embeddings": table}, claims)

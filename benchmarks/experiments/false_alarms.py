@@ -227,8 +227,7 @@ def margin(comparison: Comparison) -> float:
 
 def figures_of(outcomes: Mapping[Draw, Sequence[Outcome]], first: int, count: int) -> dict[str, Any]:
     """Return the figures of `count` seeds of every draw, starting at `first`."""
-    draws = {name: summary(of_draw) for name, of_draw in outcomes.items()}
-    return {"seeds": [first, first + count - 1], "draws": draws}
+    return {"seeds": [first, first + count - 1], "draws": {name: summary(drawn) for name, drawn in outcomes.items()}}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -21,12 +21,7 @@ import torch
 from torch import Tensor
 
 from attnforge.atomic import temporary_folder
-from attnforge.bench.contenders.peers import (
-    export_at_18,
-    fused_operators,
-    ort_fusions,
-    transformers_optimizer,
-)
+from attnforge.bench.contenders.peers import export_at_18, fused_operators, ort_fusions, transformers_optimizer
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.sources.huggingface import example
@@ -154,7 +149,7 @@ def summary(figures: dict[str, Any]) -> str:
 EXPERIMENT = Experiment(
     "fusion_coverage.json",
     coverage,
-    lambda figures: {"fusion-coverage": table(figures), "fusion-summary": summary(figures)},
+    {"fusion-coverage": table, "fusion-summary": summary},
     subjects=models(),
     threads=torch.get_num_threads,
     packages=["transformers"],

@@ -71,8 +71,8 @@ class Attended:
         """Maximum scores that a site may compute; None if the mask hides no keys."""
         if self.needed == self.whole:
             return None
-        is_window = self.needed < self.whole / 2
-        return MOST_OF_NEEDED * self.needed if is_window else MOST_OF_ALL * self.whole
+        # of a window, which is less than half of all pairs, a share of what it needs
+        return MOST_OF_NEEDED * self.needed if self.needed < self.whole / 2 else MOST_OF_ALL * self.whole
 
     @property
     def keeps(self) -> bool:
@@ -206,9 +206,5 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
 
 
 EXPERIMENT = Experiment(
-    "mask_plans.json",
-    measure,
-    lambda figures: {"mask-plans": table(figures)},
-    claims,
-    subjects={model.name: model for model in MODELS},
+    "mask_plans.json", measure, {"mask-plans": table}, claims, subjects={model.name: model for model in MODELS}
 )

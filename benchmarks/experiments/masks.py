@@ -140,7 +140,6 @@ class Subject:
 _WHOLE = {"batch": 1, "tokens": EXAMPLE, "max_tokens": EXAMPLE, "dynamic": "tokens"}
 _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
-_HERE = "benchmarks.experiments.masks"
 FASTEST = 0.85
 """Maximum time of attention under a mask that leaves little, relative to the fastest peer."""
 
@@ -151,9 +150,9 @@ OF_LIMIT = 0.85
 def _bare(
     mask: str, ratios: Mapping[int, float], peers: Sequence[str] = IN_TORCH, precision: str = "fp32", **limits: Any
 ) -> Subject:
-    source, name = f"{_HERE}:{mask.replace(' ', '_')}", mask if precision == "fp32" else f"{mask}, {precision}"
+    name, source = mask if precision == "fp32" else f"{mask}, {precision}", mask.replace(" ", "_")
     by_tokens = {tokens: peers if tokens == EXAMPLE else [p for p in peers if p in IN_TORCH] for tokens in ratios}
-    return Subject(Published(name, CALLABLE, source), ratios, by_tokens, mask, precision, **limits)
+    return Subject(Published(name, CALLABLE, f"{__name__}:{source}"), ratios, by_tokens, mask, precision, **limits)
 
 
 SUBJECTS = (
@@ -248,27 +247,20 @@ def _growth(growth: Growth, subject: Subject) -> Iterator[Claim]:
     """Yield the claims about growth of the deployed model on ONNX Runtime, and about the memory of its largest call."""
     assert subject.exponents is not None
     (series,) = (series for series in growth.series if series.name == "onnxruntime-cpu")
-    laws = zip(("time", "memory"), (series.time, series.memory), subject.exponents, strict=True)
-    for quantity, law, most in laws:
+    for quantity, law, most in zip(("time", "memory"), (series.time, series.memory), subject.exponents, strict=True):
         if law is not None and most != inf:
             yield Claim(f"{subject.model.name}: p of {quantity} ~ tokensᵖ", law.exponent.value, most)
     last = series.extra_mib[-1] if series.extra_mib else None
     if subject.extra_mib is not None and last is not None:
-        of = f"{subject.model.name}, {TOKENS[-1]:,} tokens"
-        yield Claim(f"{of}: MiB added per call", last, subject.extra_mib)
+        yield Claim(f"{subject.model.name}, {TOKENS[-1]:,} tokens: MiB added per call", last, subject.extra_mib)
 
 
 def table(figures: dict[str, Any]) -> str:
     """Return the claims, and how time and memory grow, as Markdown."""
-    measured = Results.model_validate(figures)
-    grown = [f"{growth.model}\n\n{growth_table(growth)}" for growth in measured.growth]
+    grown = [f"{growth.model}\n\n{growth_table(growth)}" for growth in Results.model_validate(figures).growth]
     return "\n\n".join([claims_table(claims(figures)), *grown, where(figures)])
 
 
 EXPERIMENT = Experiment(
-    "masks.json",
-    measure,
-    lambda figures: {"masks": table(figures)},
-    claims,
-    subjects={subject.model.name: subject for subject in SUBJECTS},
+    "masks.json", measure, {"masks": table}, claims, subjects={subject.model.name: subject for subject in SUBJECTS}
 )

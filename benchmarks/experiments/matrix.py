@@ -125,10 +125,9 @@ def measure(release: tuple[str, str]) -> dict[str, Any]:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site)]
         subprocess.run([*pip, f"{package}=={version}"], check=True)
     log, out = site.with_suffix(f"{site.suffix}.log"), site.with_suffix(f"{site.suffix}.json")
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     ended = run(
         "benchmarks.experiments.matrix", package, written().name, str(out), log=log, seconds=LIMIT,
-        variables={"PYTHONPATH": path},
+        variables={"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))},
     )  # fmt: skip
     if ended.code:
         raise RuntimeError(f"{package} {version} ended with {ended.code}; see {log}")
@@ -182,7 +181,7 @@ def table(figures: dict[str, Any]) -> str:
 EXPERIMENT = Experiment(
     "matrix.json",
     measure,
-    lambda figures: {"matrix": table(figures)},
+    {"matrix": table},
     broken=lambda figures: [
         f"{name}: {case}: {why}"
         for name, release in figures["models"].items()

@@ -101,7 +101,7 @@ def table(figures: dict[str, Any]) -> str:
 EXPERIMENT = Experiment(
     "overhead.json",
     measure,
-    lambda figures: {"overhead": table(figures)},
+    {"overhead": table},
     subjects={
         "one linear layer, 2 × 16": Subject(_tiny, 500, spreads=False),
         "patch-attention, 3136 tokens": Subject(lambda: build_model("patch-attention"), 1, spreads=True),

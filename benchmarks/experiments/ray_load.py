@@ -234,7 +234,6 @@ def table(figures: dict[str, Any]) -> str:
     ratios = [ray / plain for ray, plain in zip(ways[RAY]["per_second"], ways[PLAIN]["per_second"], strict=True)]
     whole = [plain / ray for ray, plain in zip(ways[RAY]["seconds"], ways[PLAIN]["seconds"], strict=True)]
     loads = {"two replicas": figures["served"], "a replica killed under load": replica}
-    refusal = figures["trust"]["actor"]["unsigned"]
     return "\n\n".join(
         (
             table_of(ROWS, [{**way, "tiles": tiles} for way in named(_ways(figures))]),
@@ -250,7 +249,7 @@ def table(figures: dict[str, Any]) -> str:
             "is compared with a Session's. Requests at the killed replica were sent again; "
             f"{replica['replicas']} replicas were running again after the load.",
             f"With `{TRUSTED}` set, a signed bundle answers. With an unsigned one no actor starts, and the driver "
-            f"gets: {refusal}.",
+            f"gets: {figures['trust']['actor']['unsigned']}.",
             f"{MODEL} on {figures['backend']}, one thread a process; {where(figures)}",
         )
     )
@@ -278,4 +277,4 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     yield Claim("signed bundles that do not answer", sum(bool(of["signed"]) for of in trust.values()), 0)
 
 
-EXPERIMENT = Experiment("ray_load.json", measure, lambda figures: {"ray-load": table(figures)}, claims)
+EXPERIMENT = Experiment("ray_load.json", measure, {"ray-load": table}, claims)

@@ -168,7 +168,7 @@ def _cost(step: Mapping[str, Any], figure: str) -> float | None:
 EXPERIMENT = Experiment(
     "real_sizes.json",
     measure,
-    lambda figures: {"real-sizes": table(figures), "real-sizes-growth": growth(figures)},
+    {"real-sizes": table, "real-sizes-growth": growth},
     subjects={model.name: model for model in (*PUBLISHED, *chain(*GROWTH.values()))},
     kept=True,
     packages=["transformers"],

@@ -52,8 +52,7 @@ def _seconds(layers: int) -> dict[str, float]:
 
 def _best(stage: Callable[[ir.Model], object], model: ir.Model) -> float:
     """Return the least time of three, each on a fresh copy."""
-    copies = [model.clone() for _ in range(3)]
-    return min(seconds_of(partial(stage, copy)) for copy in copies)
+    return min(seconds_of(partial(stage, model.clone())) for _ in range(3))
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -67,6 +66,4 @@ def table(figures: dict[str, Any]) -> str:
     return f"{markdown_table(header, rows)}\n\n{law} {where}"
 
 
-EXPERIMENT = Experiment(
-    "scaling.json", measure, lambda figures: {"scaling": table(figures)}, threads=torch.get_num_threads
-)
+EXPERIMENT = Experiment("scaling.json", measure, {"scaling": table}, threads=torch.get_num_threads)

@@ -171,4 +171,4 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
     yield Claim("altered bundles that are ready", int(figures["altered"]["ready"]), 0)
 
 
-EXPERIMENT = Experiment("triton_load.json", measure, lambda figures: {"triton-load": table(figures)}, claims)
+EXPERIMENT = Experiment("triton_load.json", measure, {"triton-load": table}, claims)

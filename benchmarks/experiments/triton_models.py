@@ -76,8 +76,7 @@ def _bundles(made: Mapping[str, Callable[[], Example]], folder: Path) -> Iterato
     """Yield every model at every precision, deployed for ONNX Runtime."""
     for name, make in made.items():
         for precision in PRECISIONS:
-            target = folder / f"{name}-{precision}"
-            yield deployed(make(), target, name, precision=precision, tune=False, cache=False)
+            yield deployed(make(), folder / f"{name}-{precision}", name, precision=precision, tune=False, cache=False)
 
 
 def asked(server: Server, model: PackagedModel, bundle: Bundle) -> dict[str, Any]:
@@ -117,8 +116,7 @@ def wrong_requests(feeds: Mapping[str, Array], bundle: Bundle, max_batch: int) -
         "one more": {**feeds, "nobody": array},
         "none": {},
     }
-    lengths = bundle.manifest.inputs[0].dims
-    if fixed := [axis for axis, dim in enumerate(lengths) if isinstance(dim, int)]:
+    if fixed := [axis for axis, dim in enumerate(bundle.manifest.inputs[0].dims) if isinstance(dim, int)]:
         shape = [size + (axis == fixed[-1]) for axis, size in enumerate(array.shape)]
         requests["size"] = {name: np.zeros(shape, array.dtype), **rest}
     if max_batch:
@@ -169,6 +167,4 @@ def claims(figures: dict[str, Any]) -> Iterator[Claim]:
         yield Claim(f"{name}, requests that went wrong", len(of["wrong"]), 0, "; ".join(of["wrong"]))
 
 
-EXPERIMENT = Experiment(
-    "triton_models.json", measure, lambda figures: {"triton-models": table(figures)}, claims, threads=lambda: 1
-)
+EXPERIMENT = Experiment("triton_models.json", measure, {"triton-models": table}, claims, threads=lambda: 1)

@@ -16,9 +16,8 @@ import typer
 
 from attnforge.machine import compute_capability, cuda_devices, device_name, tool_versions, versions
 from benchmarks.experiment import RESULTS
-from benchmarks.gpu.conclusions import failed_tests, wrong_answers
 from benchmarks.gpu.running import read, supervise, write
-from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, StepResult
+from benchmarks.gpu.steps import COMMAND, SHARES, GpuResults, Settings, StepResult, failed_tests, wrong_answers
 
 NO_DEVICE = 3
 """Exit code without a CUDA device."""
@@ -61,8 +60,8 @@ def main(
         settings.bundles = None if bundles is None else str(bundles.resolve())
         for name in [name for name in SHARES if not only or name in only]:
             print(f"{name} …", file=sys.stderr, flush=True)
-            left = settings.ends - time.time()
-            of_step = settings.model_copy(update={"ends": time.time() + SHARES[name] * left})
+            now = time.time()
+            of_step = settings.model_copy(update={"ends": now + SHARES[name] * (settings.ends - now)})
             supervise_models(of_step) if name == "parity" else supervise(of_step, name)
             results = read(out)
             results.seconds = time.time() - start
@@ -86,20 +85,15 @@ def _earlier_steps(out: Path, results: GpuResults) -> dict[str, StepResult]:
 
 def device_and_versions(device: int) -> dict[str, str]:
     """Return the device and the versions: figures of two runs can be combined only if these are equal."""
+    driver = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
     return {
         "device": device_name(device),
         "compute capability": compute_capability(device),
-        "CUDA of the driver": cuda_driver(),
+        "CUDA of the driver": f"{driver // 1000}.{driver % 1000 // 10}",
         "python": platform.python_version(),
         **tool_versions(),
         **versions(("triton", "cuda-core", "cuda-bindings")),
     }
-
-
-def cuda_driver() -> str:
-    """Return the CUDA version that the driver supports, such as `13.0`; a driver must be installed."""
-    version = int(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1])
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 if __name__ == "__main__":

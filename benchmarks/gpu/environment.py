@@ -58,8 +58,7 @@ def _device(device: Device, item: Item) -> None:
 
     def ask() -> None:
         done = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
-        row = next(csv.reader([done.stdout.strip()], skipinitialspace=True))
-        item.values.update(zip(fields, row, strict=True))
+        item.values.update(zip(fields, next(csv.reader([done.stdout.strip()], skipinitialspace=True)), strict=True))
 
     attempt(item.failed, "nvidia-smi", ask)
     if device.on_cuda:

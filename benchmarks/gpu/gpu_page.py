@@ -33,7 +33,11 @@ def page(results: GpuResults) -> str:
         "Decoding": _latencies(step["decoding"]),
         "Attention alone": _attention(step["attention"], ceilings_of(results)),
         "Patch attention": _latencies(step["latency"]),
-        "Overhead of a session": _overhead(step["overhead"]),
+        "Overhead of a session": [
+            text
+            for key, item in step["overhead"].items.items()
+            for text in (f"### {key}", _timing_table(item), _values(item, ", "))
+        ],
         "Failures": _failures(results) or ["Nothing."],
         "Skipped or left out": ["\n".join(_left_out(results)) or "Nothing."],
     }

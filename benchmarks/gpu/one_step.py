@@ -16,10 +16,9 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import environment, tests
 from benchmarks.gpu.lean import plans
 from benchmarks.gpu.parity import parity_of
-from benchmarks.gpu.published import published
 from benchmarks.gpu.running import GpuRun, Task, read, step
 from benchmarks.gpu.steps import Settings
-from benchmarks.gpu.timings import attention, ceilings, latency, overhead
+from benchmarks.gpu.timings import attention, ceilings, latency, overhead, published
 
 STEPS: dict[str, Callable[[Device], list[Task]]] = {
     step.__name__: step for step in (environment, tests, ceilings, published, decoding, attention, latency, overhead)

@@ -1,44 +1,137 @@
-"""Parity of every registered model in every precision on every backend, and of torch on the device."""
+"""Parity of every registered model in every precision on every backend, and of torch on the device.
+
+Plans are checked in Polygraphy's TrtRunner too: a second opinion on attnforge's runtime, by the same rule. Polygraphy
+runs through its command line, in its own process: it supports one of the two TensorRTs per process.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 import typer
 
+from attnforge.arrays import BFLOAT16
+from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.peers import torch_runner
 from attnforge.bundle import FLAVOURS, Bundle
-from attnforge.errors import UnavailableError
+from attnforge.children import environment
+from attnforge.errors import RunError, UnavailableError
 from attnforge.export.deploy import deploy
+from attnforge.machine import compute_capability
 from attnforge.model.registry import MODELS, Example, build_model
 from attnforge.precision import precision_named
 from attnforge.runtime.backends.eager import at_precision
 from attnforge.runtime.backends.registry import why_unavailable
+from attnforge.runtime.parity.results import verify_results
 from attnforge.runtime.parity.verify import BackendReport, hold
+from attnforge.runtime.plans import engine_for
 from attnforge.runtime.session import load
+from attnforge.serving.polygraphy.folder import BUNDLE, INPUTS, package
+from benchmarks.gpu import steps
 from benchmarks.gpu.device import BY_QUICK, Device
 from benchmarks.gpu.lean import plans
 from benchmarks.gpu.models import patch_attention, targets_of
 from benchmarks.gpu.running import NO_TIME, Task, attempt, device_lost, read, supervise, write
-from benchmarks.gpu.second_opinion import opinion_of, second_opinion
-from benchmarks.gpu.steps import (
-    COMPILE,
-    EAGER,
-    WHOLE,
-    GpuResults,
-    Item,
-    ParityCheck,
-    Settings,
-    StepResult,
-    capabilities,
-)
+from benchmarks.gpu.steps import COMPILE, EAGER, WHOLE, GpuResults, Item, ParityCheck, Settings, StepResult
+
+POLYGRAPHY = "import sys; from polygraphy.tools import main; sys.exit(main())"
+
+
+def second_opinion(bundle: Bundle, flavour: str, device: int, scratch: Path, seconds: float) -> BackendReport:
+    """Return the parity report on a bundle's plan that Polygraphy runs.
+
+    Args:
+        bundle: a bundle deployed for the flavour.
+        flavour: `tensorrt` or `tensorrt_rtx`.
+        device: number of the CUDA device.
+        scratch: folder to write to.
+        seconds: timeout of Polygraphy.
+
+    Raises:
+        UnavailableError: the bundle has no plan for this device, or tensors of a type that NumPy lacks.
+        RunError: Polygraphy failed; with its message.
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    if any(spec.dtype == BFLOAT16.name for spec in bundle.manifest.inputs + bundle.manifest.outputs):
+        raise UnavailableError("NumPy has no bfloat16, and Polygraphy's results of other libraries are pickles")
+    version = importlib.import_module(flavour).__version__
+    engine = engine_for(bundle.manifest.targets[flavour].engines, version, compute_capability(device))
+    if isinstance(engine, str):
+        raise UnavailableError(engine)
+    variables = {
+        "POLYGRAPHY_USE_TENSORRT_RTX": str(int(flavour == "tensorrt_rtx")),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [_cuda_runtime(), os.environ.get("LD_LIBRARY_PATH")])),
+    }
+    if device:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device].strip() if visible else str(device)
+    return judged(bundle, engine.file, ["--trt"], variables, flavour, scratch, seconds)
+
+
+def _cuda_runtime() -> str | None:
+    """Return the folder of CUDA's runtime library, which Polygraphy searches only in the library path."""
+    with suppress(ImportError, RuntimeError):
+        library = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cudart")
+        return str(Path(library.abs_path).parent) if library.abs_path else None
+    return None
+
+
+def judged(
+    bundle: Bundle,
+    model: str,
+    runner: Sequence[str],
+    variables: Mapping[str, str],
+    backend: str,
+    scratch: Path,
+    seconds: float,
+) -> BackendReport:
+    """Return the parity report on a model of a bundle that a Polygraphy runner runs.
+
+    Args:
+        bundle: the bundle, whose cases are run.
+        model: file in the bundle.
+        runner: Polygraphy's option for the runner, with the runner's options.
+        variables: environment variables.
+        backend: backend whose budget applies.
+        scratch: folder to write to.
+        seconds: timeout of Polygraphy.
+
+    Raises:
+        RunError: it failed; with its message.
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    packaged, results = scratch / f"{bundle.path.name}.package", scratch / f"{bundle.path.name}.{backend}.json"
+    if not packaged.exists():
+        package(bundle, packaged)
+    files = [
+        str(packaged / BUNDLE / model), *runner, "--load-inputs", str(packaged / INPUTS), "--save-outputs", str(results)
+    ]  # fmt: skip
+    with temporary_folder() as folder:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", POLYGRAPHY, "run", *files],
+            env=environment({**variables, "POLYGRAPHY_AUTOINSTALL_DEPS": "0"}),
+            cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+    if done.returncode != 0 or not results.exists():
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        last = next((line for line in lines if "[!]" in line), lines[-1] if lines else "no output")
+        raise RunError(f"polygraphy run exited with code {done.returncode}: {last}")
+    (report,) = verify_results(packaged / BUNDLE, results, backend).backends.values()
+    return report
+
+
+# --- every model on every backend -------------------------------------------------------------------------------------
+
 
 PRECISIONS_TRIED = ("fp16", "fp32", "bf16", "tf32")
 MODELS_FIRST = (
@@ -113,7 +206,7 @@ def parity_of(device: Device, model: str) -> list[Task]:
 def _bundle(device: Device, model: str, precision: str) -> Bundle:
     """Return the model's bundle: the one that another machine deployed, if there is one and its plan for every device
     works here; otherwise deployed as a user would, once for all processes of the step."""
-    wanted = capabilities(device.run.results)
+    wanted = steps.capabilities(device.run.results)
     if device.settings.bundles is not None and not wanted:
         elsewhere = Path(device.settings.bundles) / f"{model}-{precision}"
         if elsewhere.exists():
@@ -196,7 +289,7 @@ def _verify(device: Device, model: str, precision: str, item: Item) -> None:
 
 def _ask_polygraphy(device: Device, bundle: Bundle, flavour: str, item: Item) -> None:
     """Check the same plan in Polygraphy's TrtRunner, in its own process."""
-    settings, name = device.settings, opinion_of(flavour)
+    settings, name = device.settings, steps.opinion_of(flavour)
 
     def check() -> None:
         try:
@@ -232,12 +325,9 @@ def _verify_torch(device: Device, model: str, precision: str, item: Item) -> Non
 def check_of(report: BackendReport) -> ParityCheck:
     """Return the record of a backend's report, with up to three failures."""
     reasons = [f"{failure.case}, {failure.output}: {failure.reason}" for failure in report.failures[:3]]
+    reason = "; ".join(reasons) or (None if report.passed else report.case)
     return ParityCheck(
-        passed=report.passed,
-        error=report.error,
-        budget=report.budget,
-        cases=report.cases,
-        reason="; ".join(reasons) or (None if report.passed else report.case),
+        passed=report.passed, error=report.error, budget=report.budget, cases=report.cases, reason=reason
     )
 
 

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from attnforge.atomic import write_whole
 from attnforge.machine import cuda_devices
 from benchmarks.child import run as run_child
-from benchmarks.gpu.conclusions import claims
 from benchmarks.gpu.gpu_page import page
-from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, StepResult
+from benchmarks.gpu.steps import FATAL, WHOLE, GpuResults, Item, Settings, StepResult, claims
 
 LOST = 75
 """Exit code of a process that lost its device."""

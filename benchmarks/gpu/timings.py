@@ -1,5 +1,5 @@
-"""Timings on the device: ceilings, attention alone compared with torch's flash kernel, patch-attention compared with
-torch's ways of running it, and the overhead of a session."""
+"""Timings on the device: ceilings, attention alone compared with torch's flash kernel, patch-attention and published
+models compared with torch's ways of running them, and the overhead of a session."""
 
 from __future__ import annotations
 
@@ -41,21 +41,13 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.racing import OpenContender, Ways, in_session, mib, race
 from benchmarks.gpu.running import LEAST, Task
-from benchmarks.gpu.steps import (
-    COMPILE,
-    EAGER,
-    FLASH,
-    GRAPHED,
-    HEAD,
-    HEADS,
-    PATCH,
-    SDPA,
-    SIDES,
-    WIDTH,
-    Item,
-    ParityCheck,
-    is_ours,
-)  # fmt: skip
+from benchmarks.gpu.steps import COMPILE, EAGER, FLASH, HEADS, PATCH, SIDES, Item, ParityCheck, is_ours  # fmt: skip
+from benchmarks.published import Published
+
+WIDTH, HEAD = 192, 64
+"""Further sizes of the registered patch-attention."""
+
+SDPA, GRAPHED = "torch eager, SDPA", "torch.compile, CUDA graphs"
 
 CEILING_SECONDS = 0.3
 """Seconds for each ceiling."""
@@ -329,3 +321,78 @@ def _loads(device: Device, backend: str, item: Item) -> None:
         after = device.free()
     item.values |= {"loads": len(seconds), "median ms": 1e3 * statistics.median(seconds)}
     item.values |= {"free MiB before": mib(before), "free MiB after": mib(after)}
+
+
+# --- published models of real size ------------------------------------------------------------------------------------
+
+
+PRECISION, BATCHES, TOKENS = "fp16", (1, 8), 128
+
+
+def bert_base() -> Example:
+    """Return BERT-base of 128 tokens with an attention mask."""
+    return _states("BertModel", inputs="input_ids,attention_mask", tokens=TOKENS)
+
+
+def vit_base() -> Example:
+    """Return ViT-B/16 of images of 224 × 224 pixels, which are 197 tokens."""
+    return _states("ViTModel")
+
+
+MODELS: dict[str, Callable[[], Example]] = {"BERT-base": bert_base, "ViT-B/16": vit_base}
+
+
+def _states(architecture: str, **options: str | int) -> Example:
+    """Return an architecture of transformers with random weights, whose output is the states of its last layer."""
+    model, args, shapes = Published(architecture, "encoder", architecture).example(**options)
+
+    class LastStates(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+            result = self.model(*(tensor for tensor in (inputs, mask) if tensor is not None))
+            return result["last_hidden_state"]  # type: ignore[no-any-return]
+
+    return Example(LastStates(), args, dict(zip(("inputs", "mask"), (shapes or {}).values(), strict=False)))
+
+
+def published(device: Device) -> list[Task]:
+    """Return tasks for each model and number of samples."""
+    return [
+        (f"{name}, {PRECISION}, batch {batch}", partial(_published, device, make, batch))
+        for name, make in MODELS.items()
+        for batch in BATCHES
+    ]
+
+
+def _published(device: Device, make: Callable[[], Example], batch: int, item: Item) -> None:
+    precision = precision_named(PRECISION)
+    large = large_of(device, make, PRECISION)
+    with device.stream(), device.products(precision), ExitStack() as stack:
+        inputs = _inputs(device, large, batch)
+        truth = truth_of(device, make.__name__, precision, large.module, large.exact, inputs)
+        ways, bundles = sessions(device, stack, large, {"batch": batch, "tokens": TOKENS}, inputs, item)
+        if (bundle := bundles.get(name := "onnxruntime-cuda")) is not None:
+            feeds = feeds_of(device, bundle, inputs)
+            ways[f"{name}, graphs=True"] = partial(in_session, device, stack, bundle, name, feeds, graphs=True)
+        if device.peers:
+            ways |= peers_of(device, large.module, inputs, batch)
+            del ways[SDPA]  # which is what these models use anyway
+        race(device, item, ways, truth, batch)
+
+
+def _inputs(device: Device, large: Large, batch: int) -> list[Tensor]:
+    """Return inputs on the device: random images, or sentences of other lengths in each sample."""
+    inputs = []
+    for spec, example in zip(large.captured.inputs, large.captured.args, strict=True):
+        if spec.name == "mask":
+            lengths = torch.tensor([[TOKENS - 12 * i] for i in range(batch)])
+            tensor = (torch.arange(TOKENS) < lengths).to(example.dtype)
+        elif example.is_floating_point():
+            tensor = torch.randn((batch, *example.shape[1:]), generator=torch.Generator().manual_seed(batch))
+        else:
+            tensor = torch.cat([example[:1].roll(i, -1) for i in range(batch)])
+        inputs.append(device.to_device(tensor, large.captured.precision))
+    return inputs

@@ -45,8 +45,7 @@ from attnforge.runtime import race as kernel
 from attnforge.runtime.backends.registry import why_not_here
 from attnforge.runtime.parity import verify
 from attnforge.runtime.parity.verify import stored_inputs
-from benchmarks import pages
-from benchmarks.experiment import COMMAND, RESULTS, run
+from benchmarks.experiment import COMMAND, RESULTS, put, run
 from benchmarks.experiments import suite
 from tests.support.bundles import rewrite
 
@@ -696,7 +695,7 @@ def test_growth_over_sizes_and_over_bundles(bundle: Bundle, tmp_path: Path) -> N
 def test_the_results_page_has_marks_for_every_table_of_the_suite(tmp_path: Path) -> None:
     names = [*(subject.name for subject in suite.SUBJECTS), "claims", "growth-tokens", "growth-layers"]
     page = Path(shutil.copy(Path(__file__).parents[2] / "docs/results.md", tmp_path))
-    assert [name for name in names if not pages.put("", name, RESULTS / "suite.json", page)] == []
+    assert [name for name in names if not put("", name, RESULTS / "suite.json", page)] == []
 
 
 def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,8 +721,8 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
         run("suite", options_given)
     assert ended.value.code == 0
     tables = suite.tables(found.read(file).model_dump(mode="json"))
-    assert set(tables) == {*names, "summary"} and not pages.put(tables["summary"], "summary", file, page)
-    assert all(pages.put(tables[name], name, file, page) for name in names)
+    assert set(tables) == {*names, "summary"} and not put(tables["summary"], "summary", file, page)
+    assert all(put(tables[name], name, file, page) for name in names)
     text = page.read_text(encoding="utf-8")
     assert (
         text.startswith("before\n")

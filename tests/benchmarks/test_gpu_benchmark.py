@@ -29,21 +29,20 @@ from attnforge.runtime.backends.registry import REGISTRY
 from benchmarks.experiments.decoding import SIZES
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import (
-    conclusions,
     decoding,
     environment,
     gpu_page,
     models,
     parity,
-    published,
     racing,
     running,
+    steps,
     timings,
 )
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.lean.opset17 import convert
+from benchmarks.gpu.parity import judged
 from benchmarks.gpu.running import LOST, GpuRun, read, step, write
-from benchmarks.gpu.second_opinion import judged
 from benchmarks.gpu.steps import (
     COMPILE,
     EAGER,
@@ -379,15 +378,15 @@ def test_two_opinions_are_compared() -> None:
     ours, theirs = "tensorrt_rtx", "tensorrt_rtx in Polygraphy"
     items = {"vit, fp16": Item(checks={ours: passed(), theirs: passed()})}
     given = GpuResults(steps={"parity": StepResult(items=items)})
-    claim = conclusions.opinion_claim(given, ours)
+    claim = steps.opinion_claim(given, ours)
     assert (claim.answer, claim.because) == ("yes", "1 of 1 that both ran")
     items["vit, fp32"] = Item(checks={ours: passed(), theirs: passed(1, "far off")})
     items["vit, bf16"] = Item(checks={ours: passed()}, skipped={theirs: "NumPy has no bfloat16"})
     given = GpuResults(steps={"parity": StepResult(items=items)})
-    claim = conclusions.opinion_claim(given, ours)
+    claim = steps.opinion_claim(given, ours)
     assert (claim.answer, claim.because) == ("no", "1 of 2 that both ran; vit, fp32; not asked: vit, bf16")
-    assert conclusions.wrong_answers(given) == [], "Polygraphy's alone, which says nothing of attnforge's answer"
-    claim = conclusions.opinion_claim(given, "tensorrt")
+    assert steps.wrong_answers(given) == [], "Polygraphy's alone, which says nothing of attnforge's answer"
+    claim = steps.opinion_claim(given, "tensorrt")
     assert claim.answer == "not measured"
 
 
@@ -461,8 +460,8 @@ def test_bundles_of_another_machine_are_taken(run: GpuRun, small: DeploySmall, t
 
 def test_published_models_have_inputs_for_every_sample(run: GpuRun) -> None:
     device = Device(run)
-    large = models.large_of(device, published.bert_base, "fp32")
-    ids, mask = published._inputs(device, large, 8)
+    large = models.large_of(device, timings.bert_base, "fp32")
+    ids, mask = timings._inputs(device, large, 8)
     assert ids.shape == mask.shape == (8, 128) and len({tuple(row.tolist()) for row in ids}) == 8
     assert mask.sum(-1).tolist() == [128 - 12 * i for i in range(8)]
     sizes = {"batch": 8, "tokens": 128}
@@ -548,7 +547,7 @@ def test_the_last_words_of_a_process() -> None:
 
 
 def test_claims() -> None:
-    found = {claim.text: claim for claim in conclusions.claims(results())}
+    found = {claim.text: claim for claim in steps.claims(results())}
     every = "every model in every precision is within the parity budget on "
     rtx = found[f"{every}tensorrt_rtx"]
     assert rtx.answer == "no"
@@ -571,22 +570,22 @@ def test_claims() -> None:
 
 def test_claims_that_hold() -> None:
     every = GpuResults(steps={"parity": StepResult(items={"vit, fp16": Item(checks={"onnxruntime-cuda": passed()})})})
-    assert conclusions.parity_claim(every, "onnxruntime-cuda").answer == "yes"
+    assert steps.parity_claim(every, "onnxruntime-cuda").answer == "yes"
     every.steps["parity"].items["vit, fp32"] = Item(failed={"onnxruntime-cuda": "DeviceError: lost"})
-    assert conclusions.parity_claim(every, "onnxruntime-cuda").answer == "no"
+    assert steps.parity_claim(every, "onnxruntime-cuda").answer == "no"
     near = results()
     times = near.steps["attention"].items["12544 tokens"].timings
     times["tensorrt_rtx"] = timing(0.5, 0.48, flash=(0.6, 0.4))
-    assert conclusions.attention_claim(near).answer == "yes"
+    assert steps.attention_claim(near).answer == "yes"
     times["tensorrt_rtx"] = timing(0.5, 0.48, 0.01, flash=(0.6, 0.4))
-    assert conclusions.attention_claim(near).answer == "within noise"
-    assert all(claim.answer == "not measured" for claim in conclusions.claims(GpuResults()))
+    assert steps.attention_claim(near).answer == "within noise"
+    assert all(claim.answer == "not measured" for claim in steps.claims(GpuResults()))
 
 
 def test_wrong_answers_are_those_of_attnforge_alone() -> None:
     given = results()
     given.steps["parity"].items["vit, fp16, torch"].checks[COMPILE] = passed(1, "far off")
-    assert conclusions.wrong_answers(given) == ["parity, vit, fp32, tensorrt_rtx: error 2.00e-06 is over the budget"]
+    assert steps.wrong_answers(given) == ["parity, vit, fp32, tensorrt_rtx: error 2.00e-06 is over the budget"]
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 0), (1, 1), (None, 0)])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages
-from benchmarks.experiment import RESULTS
+from benchmarks.experiment import RESULTS, pages, refresh
 from tests.docs.pages import ROOT
 from tests.support.faults import page as faults
 
@@ -18,12 +17,12 @@ MARK = re.compile(r"<!-- ([\w-]+): from (\S+) -->")
 
 def test_every_table_matches_its_results_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for page in pages.pages(Path()):
+    for page in pages(Path()):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, tmp_path / page)
-    tables = pages.refresh(tmp_path)
+    tables = refresh(tmp_path)
     faults.refresh(tmp_path / faults.PAGE)
-    for page in pages.pages(Path()):
+    for page in pages(Path()):
         assert (tmp_path / page).read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), (
             "run python -m benchmarks pages"
         )

@@ -23,7 +23,7 @@ from attnforge.export.targets.registry import why_not_buildable
 from attnforge.runtime.backends.registry import ON_GPU
 from attnforge.runtime.parity.verify import hold
 from attnforge.runtime.session import Session
-from benchmarks.gpu.second_opinion import second_opinion
+from benchmarks.gpu.parity import second_opinion
 from tests.support.bundles import rewrite, small_example
 from tests.support.bundles import small_inputs as arrays
 

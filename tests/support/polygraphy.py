@@ -166,6 +166,4 @@ def measure() -> dict[str, Any]:
     return {"verdicts": [asdict(row) for row in rows]}
 
 
-EXPERIMENT = Experiment(
-    "polygraphy.json", measure, lambda figures: {"polygraphy": table(figures)}, claims, threads=lambda: 1
-)
+EXPERIMENT = Experiment("polygraphy.json", measure, {"polygraphy": table}, claims, threads=lambda: 1)

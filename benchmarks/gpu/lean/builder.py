@@ -27,10 +27,8 @@ if "tf32" not in flags:
     config.clear_flag(trt.BuilderFlag.TF32)
 for layer in map(network.get_layer, range(network.num_layers)):
     outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
-    if layer.type not in (trt.LayerType.CONSTANT, trt.LayerType.SHAPE) and {o.dtype for o in outputs} <= {
-        trt.float16,
-        trt.float32,
-    }:
+    kinds = {output.dtype for output in outputs}
+    if layer.type not in (trt.LayerType.CONSTANT, trt.LayerType.SHAPE) and kinds <= {trt.float16, trt.float32}:
         layer.precision = outputs[0].dtype
         for i, output in enumerate(outputs):
             layer.set_output_type(i, output.dtype)

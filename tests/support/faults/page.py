@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.pages import put
+from benchmarks.experiment import put
 from tests.support.faults.bench import NEVER, VERDICTS, Row
 from tests.support.faults.catalogue import FAULTS, INERT
 
