@@ -35,9 +35,8 @@ __all__ = [
     "sign", "verify",
 ]  # fmt: skip
 
-os.environ.setdefault(
-    "ORT_DISABLE_TELEMETRY", "1"
-)  # ONNX Runtime 1.29 and later otherwise send usage data to Microsoft
+# ONNX Runtime 1.29 and later otherwise send usage data to Microsoft
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOME = {
     "Bundle": "attnforge.bundle",

@@ -166,8 +166,7 @@ def own_folder(bundle: Path, name: str) -> Path | None:
     """
     cache = cache_folder(bundle)
     try:
-        code = code_of(name, os.fsencode(cache))[:8].hex()
-        folder = cache / f"{name}-{code}"
+        folder = cache / f"{name}-{code_of(name, os.fsencode(cache))[:8].hex()}"
         cache.mkdir(exist_ok=True, mode=0o700)
         folder.mkdir(exist_ok=True, mode=0o700)
         if not all(is_own(os.lstat(part)) and not part.is_symlink() for part in (cache, folder)):

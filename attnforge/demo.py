@@ -27,8 +27,7 @@ from attnforge.arrays import Array
 from attnforge.atomic import write_whole
 from attnforge.bundle import Bundle, Source
 from attnforge.errors import UnavailableError
-from attnforge.model.data import photographs
-from attnforge.model.digits import load_digits_split
+from attnforge.model.data import load_digits_split, photographs
 from attnforge.model.registry import build_model
 from attnforge.report import render
 from attnforge.report.render import markdown_table
@@ -219,8 +218,7 @@ def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | 
     reference = tokens if reference is None else reference
     cosine = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
     row.agreement = f"cos {cosine:.6f}"
-    precision = session.bundle.manifest.precision
-    _draw(np.linalg.norm(tokens, axis=-1), out / f"photograph-{row.backend}-{precision}.png")
+    _draw(np.linalg.norm(tokens, axis=-1), out / f"photograph-{row.backend}-{row.precision}.png")
     return reference
 
 
@@ -240,7 +238,6 @@ def _draw(lengths: Array, file: Path) -> None:
 
 
 def _write_report(file: Path, rows: Sequence[Row], notes: Sequence[str], passed: bool) -> None:
-    titles = ["model", "precision", *(title.replace("\n", " ") for title in TITLES)]
     lines = [
         "# attnforge demo",
         "",
@@ -249,7 +246,7 @@ def _write_report(file: Path, rows: Sequence[Row], notes: Sequence[str], passed:
         "cases. `fused` counts attention sites that the backend compiled to one kernel each; – if unknown.",
         "`as eager` is the share of equal classes, or the outputs' cosine. Compare times only within this table.",
         "",
-        markdown_table(titles, map(astuple, rows)),
+        markdown_table(["model", "precision", *(title.replace("\n", " ") for title in TITLES)], map(astuple, rows)),
         "",
         *(f"- {note}" for note in notes),
     ]

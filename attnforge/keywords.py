@@ -75,15 +75,12 @@ def guessable(options: type | None = None) -> Callable[[Callable[P, T]], Callabl
 
 def _with_fields(signature: inspect.Signature, options: type | None) -> inspect.Signature:
     """The signature with the fields of a dataclass in place of `**keywords`."""
-    parameters = dict(signature.parameters)
     if options is None:
         return signature
-    further = {
-        field.name: inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-        )
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    further = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for field in fields(options)
-        if field.name not in parameters
-    }
-    own = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
-    return signature.replace(parameters=[*own, *further.values()])
+        if field.name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*own, *further])

@@ -138,8 +138,7 @@ def compute_capability(device: int) -> str:
     Args:
         device: its number; the device must exist.
     """
-    core = importlib.import_module("cuda.core")
-    major, minor = core.Device(device).compute_capability
+    major, minor = importlib.import_module("cuda.core").Device(device).compute_capability
     return f"SM{major}{minor}"
 
 

@@ -79,9 +79,8 @@ PRECISIONS = {
         Precision("tf32", np.dtype(np.float32), 10, 1e-3),
         Precision("fp16", np.dtype(np.float16), 10, 1e-3),
         Precision("bf16", np.dtype(ml_dtypes.bfloat16), 7, 8e-3),
-        Precision(
-            "int8", np.dtype(np.float32), 7, 8e-3, bits=8
-        ),  # 127 steps per sign; inputs, outputs and sums are fp32
+        # 127 steps per sign; inputs, outputs and sums are fp32
+        Precision("int8", np.dtype(np.float32), 7, 8e-3, bits=8),
         Precision("fp8", np.dtype(np.float32), 7, 8e-3, bits=8),  # equally strict; eager's error raises the budget
         Precision("int4", np.dtype(np.float32), 7, 8e-3, bits=4),
     )

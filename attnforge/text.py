@@ -70,8 +70,7 @@ class Tokenizer:
             )
         library = extra("tokenizers", "hf").Tokenizer
         with raised_as(BundleError, f"{file} is not a tokenizer"):
-            data = file.read_bytes() if read is None else read(TOKENIZER)
-            self._library: Any = library.from_str(data.decode())
+            self._library: Any = library.from_str((file.read_bytes() if read is None else read(TOKENIZER)).decode())
         self._padding = (self._library.padding or {}).get("pad_id", 0)
         self._library.no_padding()
         self._library.no_truncation()  # and no change after that, since threads share it

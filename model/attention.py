@@ -235,8 +235,7 @@ class MultiHeadAttention(nn.Module):
         k = split_heads(self.key_proj(key), self.num_heads)  # (B, h, n_k, head_dim)
         v = split_heads(self.value_proj(value), self.num_heads)
         context = attention(q, k, v, scale=1 / math.sqrt(self.head_dim), attn_mask=mask)
-        output: Tensor = self.output_proj(merge_heads(context))  # (B, n_q, embed_dim)
-        return output
+        return self.output_proj(merge_heads(context))  # (B, n_q, embed_dim)
 
 
 class CrossAttention(nn.Module):
@@ -253,8 +252,7 @@ class CrossAttention(nn.Module):
         self.attention = MultiHeadAttention(embed_dim, num_heads, bias, kdim=memory_dim, vdim=memory_dim)
 
     def forward(self, query: Tensor, memory: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        output: Tensor = self.attention(query, memory, memory, key_padding_mask=key_padding_mask)
-        return output
+        return self.attention(query, memory, memory, key_padding_mask=key_padding_mask)
 
 
 class ParameterFreeAttention(nn.Module):

@@ -206,8 +206,7 @@ class CausalAttention(nn.Module):
             groups = self.num_heads // self.kv_heads
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         context = attention(query, key, value, scale=self.scale, attn_mask=mask, soft_cap=self.soft_cap)
-        output: Tensor = self.output_proj(merge_heads(context))  # (batch, n, embed_dim)
-        return output
+        return self.output_proj(merge_heads(context))  # (batch, n, embed_dim)
 
 
 def write(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
@@ -232,8 +231,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return output
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -259,8 +257,7 @@ class DecoderLayer(nn.Module):
         cache: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         x = x + self.attention(self.norm1(x), mask, rotation, cache)
-        output: Tensor = x + self.feed_forward(self.norm2(x))
-        return output
+        return x + self.feed_forward(self.norm2(x))
 
 
 def named_norm(sizes: DecoderSizes) -> nn.RMSNorm | nn.LayerNorm:

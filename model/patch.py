@@ -66,8 +66,7 @@ class PatchAttention(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         require_width("image", image, self.channels, dim=-3)
-        tokens: Tensor = self.attention(split_patches(image, self.patch_size))  # (..., n, embed_dim)
-        return tokens
+        return self.attention(split_patches(image, self.patch_size))  # (..., n, embed_dim)
 
 
 class PatchAttentionClassifier(nn.Module):
@@ -111,5 +110,4 @@ class PatchAttentionClassifier(nn.Module):
         for norm, attention in zip(self.norms, self.attentions, strict=True):
             y = norm(x)
             x = x + attention(y, y, y)
-        logits: Tensor = self.head(self.head_norm(x.mean(-2)))  # (B, num_classes)
-        return logits
+        return self.head(self.head_norm(x.mean(-2)))  # (B, num_classes)

@@ -193,8 +193,7 @@ def cross_attention(embed_dim: int = 256, num_heads: int = 4, memory_dim: int = 
         "memory": {0: batch, 1: keys},
         "key_padding_mask": {0: batch, 1: keys},
     }
-    args = (query, memory, padding(MEMORY_TOKENS))
-    return Example(CrossAttention(embed_dim, num_heads, memory_dim), args, shapes)
+    return Example(CrossAttention(embed_dim, num_heads, memory_dim), (query, memory, padding(MEMORY_TOKENS)), shapes)
 
 
 @registered("S4", "three tokens by hand, unscaled, static")
@@ -259,9 +258,8 @@ def patch_attention(
     module = PatchAttention(3, 4, embed_dim, num_heads)
     # From 2, because torch.export treats a grid of one row or column as a special case.
     rows, columns = Dim("rows", min=2, max=max_image_size // 4), Dim("cols", min=2, max=max_image_size // 4)
-    shapes = {2: 4 * rows, 3: 4 * columns}
     # The largest case is also run in float64, where each of its score matrices takes 8 · tokens² bytes.
-    shapes |= batch_axis(max_batch)
+    shapes = {2: 4 * rows, 3: 4 * columns} | batch_axis(max_batch)
     return Example(module, (torch.randn(1, 3, image_size, image_size),), {"image": shapes})
 
 
@@ -343,13 +341,9 @@ def decoder(
     return Example(Decoder(sizes), (ids,), {"input_ids": dims})
 
 
+# The vocabulary: ten classes, seventeen grey levels, a newline and an end token.
 DECODER_DIGITS = DecoderSizes(
-    vocab_size=29,  # ten classes, seventeen grey levels, a newline and an end token
-    embed_dim=96,
-    num_heads=6,
-    num_layers=3,
-    max_tokens=MAX_TOKENS,
-    num_kv_heads=2,
+    vocab_size=29, embed_dim=96, num_heads=6, num_layers=3, max_tokens=MAX_TOKENS, num_kv_heads=2
 )
 
 

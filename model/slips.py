@@ -38,7 +38,7 @@ class PostSoftmaxScale(MultiHeadSelfAttention):
         if self.has_heads:
             query, key, value = (split_heads(part, self.num_heads) for part in (query, key, value))
         weights = (query @ key.transpose(-2, -1)).softmax(-1) / math.sqrt(key.shape[-1])  # rows sum to 1 / √d_k
-        context: Tensor = weights @ value
+        context = weights @ value
         return merge_heads(context) if self.has_heads else context  # (..., n, d_v)
 
 
@@ -65,5 +65,5 @@ class ReshapeWithoutTranspose(MultiHeadSelfAttention):
             for part in (self.query_proj(x), self.key_proj(x), self.value_proj(x))
         )
         scores = query @ key.transpose(-2, -1) / math.sqrt(key.shape[-1])
-        context: Tensor = scores.softmax(-1) @ value
+        context = scores.softmax(-1) @ value
         return context.flatten().reshape(batch, tokens, -1)  # (B, n, d_v)

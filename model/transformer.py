@@ -99,8 +99,7 @@ class FeedForward(nn.Module):
         self.linear2 = nn.Linear(hidden_dim, embed_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear2(self.activation(self.linear1(x)))
-        return output
+        return self.linear2(self.activation(self.linear1(x)))
 
 
 class EncoderLayer(nn.Module):
@@ -249,5 +248,4 @@ class VisionTransformer(nn.Module):
         patches = self.embedding(split_patches(image, self.patch_size))  # (B, n, embed_dim)
         class_token = self.class_token.expand(patches.shape[0], -1, -1)  # (B, 1, embed_dim)
         x = self.encoder(torch.cat([class_token, patches], dim=1))  # (B, 1 + n, embed_dim)
-        logits: Tensor = self.head(x[:, 0])  # (B, num_classes)
-        return logits
+        return self.head(x[:, 0])  # (B, num_classes)

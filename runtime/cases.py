@@ -129,8 +129,7 @@ def _normal_sizes(inputs: Sequence[TensorSpec], cost: Cost) -> dict[str, dict[st
     sizes["prime"] = _sizes_between(inputs, cost, _is_prime, 0.7, 1)
     for symbol in opt if len(opt) > 1 else ():
         corner = {**high, symbol: low[symbol]}
-        is_expensive = cost(corner) > 4 * run / len(opt)
-        sizes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if is_expensive else corner
+        sizes[f"small-{symbol}"] = {**opt, symbol: low[symbol]} if cost(corner) > 4 * run / len(opt) else corner
     return sizes
 
 

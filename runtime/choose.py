@@ -208,8 +208,7 @@ def _session_with(bundle: Bundle, model: Path, settings: SessionSettings) -> Ses
     """A session with these settings."""
     manifest = bundle.manifest
     file = bundle.path / settings.optimized if settings.optimized is not None else model
-    inputs, outputs = manifest.graph_inputs, manifest.graph_outputs
-    backend = OnnxRuntime("onnxruntime-cpu", file, inputs, outputs, None, settings)
+    backend = OnnxRuntime("onnxruntime-cpu", file, manifest.graph_inputs, manifest.graph_outputs, None, settings)
     return Session(bundle, as_model(backend, manifest))
 
 
@@ -221,7 +220,6 @@ def _example(bundle: Bundle) -> dict[str, Array]:
 
 def _largest(bundle: Bundle) -> dict[str, Array]:
     """Normal inputs of the largest sizes by name."""
-    case = max(
-        (case for case in bundle.manifest.cases if case.kind == "normal"), key=lambda case: prod(case.sizes.values())
-    )
+    normal = (case for case in bundle.manifest.cases if case.kind == "normal")
+    case = max(normal, key=lambda case: prod(case.sizes.values()))
     return reference.make_inputs(case, bundle.manifest.inputs, {})

@@ -282,8 +282,7 @@ class DeviceOutputs:
             except IndexError:
                 block = self._allocated(size)
             owner = _Lease(block, idle)
-        buffer = Buffer.from_handle(block.address, size, owner=owner)
-        return StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
+        return StridedMemoryView.from_buffer(Buffer.from_handle(block.address, size, owner=owner), shape, dtype=dtype)
 
     def _allocated(self, size: int) -> Block:
         try:

@@ -176,19 +176,16 @@ def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str,
 def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
     assert dim.min is not None and dim.max is not None
     if not dim.min <= size <= dim.max:
+        is_usual = size > dim.max and dim.symbol in ("batch", "tokens")
+        of_names = f" (or -o max_{dim.symbol}=… for hf: models)" if is_usual else ""
         raise InputError(
             f"dim {i} of input {spec.name!r} ({dim.text}) is {size}; the profile takes {dim.min} to {dim.max}: "
-            f"deploy again with a wider torch.export.Dim{_for_names(dim.symbol) if size > dim.max else ''}"
+            f"deploy again with a wider torch.export.Dim{of_names}"
         )
     if size % dim.factor:
         raise InputError(
             f"dim {i} of input {spec.name!r} is {size}; it must be a multiple of {dim.factor} ({dim.text})"
         )
-
-
-def _for_names(symbol: str) -> str:
-    """What to write for a wider dim of a model that was deployed by name."""
-    return f" (or -o max_{symbol}=… for hf: models)" if symbol in ("batch", "tokens") else ""
 
 
 # --- outputs in the caller's arrays -----------------------------------------------------------------------------------

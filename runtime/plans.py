@@ -31,8 +31,7 @@ def profile_for(profiles: Sequence[Mapping[str, Range]], sizes: Mapping[str, int
     def distance(i: int) -> tuple[float, float, int]:
         ranges = [(sizes[symbol], *bounds) for symbol, bounds in profiles[i].items()]
         from_optimum = sum(abs(log(max(size, 1) / max(opt, 1))) for size, _, opt, _ in ranges)
-        width = sum(log(max(hi, 1) / max(lo, 1)) for _, lo, _, hi in ranges)
-        return round(from_optimum, 9), width, i
+        return round(from_optimum, 9), sum(log(max(hi, 1) / max(lo, 1)) for _, lo, _, hi in ranges), i
 
     return min(fit, key=distance)
 

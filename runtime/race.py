@@ -141,5 +141,4 @@ def _turn(run: Callable[[], Any], seconds: float, warm_up: bool) -> list[float]:
     """
     if warm_up:
         run()
-    calls = max(1, min(MOST_CALLS, int(TURN / seconds)))
-    return [1e3 * seconds_of(run) for _ in range(calls)]
+    return [1e3 * seconds_of(run) for _ in range(max(1, min(MOST_CALLS, int(TURN / seconds))))]

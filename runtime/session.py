@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -31,23 +30,13 @@ from attnforge.errors import (
 from attnforge.keywords import guessable
 from attnforge.numbers import whole
 from attnforge.runtime import cases as reference
+from attnforge.runtime import inputs
 from attnforge.runtime.backends.backend import Backend
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, REGISTRY, by_preference, open_first
 from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.decoding.generation import Sampler, generate
 from attnforge.runtime.decoding.schedules import SCHEDULES
-from attnforge.runtime.inputs import (
-    Shapes,
-    by_name,
-    check_index,
-    check_out,
-    in_order,
-    on_host,
-    outs_by_name,
-    shapes_of,
-    writable,
-)
 from attnforge.runtime.options import Memory, Options
 from attnforge.text import Tokenizer
 
@@ -99,7 +88,7 @@ class Session:
         self._options = options or Options()
         self._closed = False
         self._names = [spec.name for spec in self.outputs]
-        self._shapes = functools.lru_cache(SHAPES_KEPT)(functools.partial(shapes_of, self.inputs, self.outputs))
+        self._shapes = functools.lru_cache(SHAPES_KEPT)(functools.partial(inputs.shapes_of, self.inputs, self.outputs))
         self._indices = [(i, spec.name, *spec.index) for i, spec in enumerate(self.inputs) if spec.index is not None]
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -128,12 +117,11 @@ class Session:
             first = dict(zip((spec.name for spec in self.inputs), values, strict=False))
             if twice := first.keys() & named.keys():
                 raise InputError(f"input {min(twice)!r} was given twice, by position and by name; leave one out")
-            values = tuple(in_order(self.inputs, first | named))
+            values = tuple(inputs.in_order(self.inputs, first | named))
         if len(values) != len(self.inputs):
-            by_name(self.inputs, values)  # raises, and says what the model takes
+            inputs.by_name(self.inputs, values)  # raises, and says what the model takes
         self._check_open()
-        outs = outs_by_name(self.outputs, out) if out is not None else None
-        results = self._run(values, outs, stream)
+        results = self._run(values, inputs.outs_by_name(self.outputs, out) if out is not None else None, stream)
         return results[0] if len(results) == 1 else tuple(results)
 
     def run(
@@ -173,7 +161,7 @@ class Session:
         """
         self._check_open()
         if self._backend.gpu is not None and any(on_gpu(value) for value in values.values()):
-            results, event = self._on_gpu(in_order(self.inputs, values), out, stream)
+            results, event = self._on_gpu(inputs.in_order(self.inputs, values), out, stream)
             named = dict(zip(self._names, results, strict=True))
 
             gpu, kept = self._backend.gpu, list(values.values())
@@ -288,8 +276,7 @@ class Session:
     def schedules(self) -> dict[str, Callable[[Mapping[str, Array]], dict[str, Array]]]:
         """Runs of the model by a decoder, from inputs to outputs by name, by the schedule that passes it the tokens;
         empty if the bundle has no cache."""
-        backend = self._backend
-        if not isinstance(backend, WholeSequences):
+        if not isinstance(backend := self._backend, WholeSequences):
             return {}
         return {name: functools.partial(backend.by_schedule, name) for name in SCHEDULES}
 
@@ -308,7 +295,7 @@ class Session:
         for combination in sizes or ({},):
             case = reference.at(self.inputs, combination)
             forms = ((reference.shape_of(spec, case.sizes), np.dtype(spec.dtype)) for spec in self.inputs)
-            shapes_of(self.inputs, (), *forms)  # refuses sizes before anything is allocated for them
+            inputs.shapes_of(self.inputs, (), *forms)  # refuses sizes before anything is allocated for them
             feeds = reference.make_inputs(case, self.inputs, {})
             for _ in range(RUNS_TO_WARM):
                 self.run(feeds)
@@ -342,9 +329,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -369,7 +354,7 @@ class Session:
             raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
 
     def _named(self, values: Mapping[str, Any], out: Mapping[str, Any] | None, stream: Any) -> dict[str, Any]:
-        return dict(zip(self._names, self._run(in_order(self.inputs, values), out, stream), strict=True))
+        return dict(zip(self._names, self._run(inputs.in_order(self.inputs, values), out, stream), strict=True))
 
     def _run(self, values: Sequence[Any], out: Mapping[str, Any] | None, stream: Any) -> list[Any]:
         """Run on inputs in order; outputs in order."""
@@ -382,28 +367,28 @@ class Session:
                 if self.backend in ON_GPU
                 else f"a CUDA stream was given, and {self.backend} runs on the CPU; leave it out"
             )
-        arrays = [on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]
+        arrays = [inputs.on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]
         shapes = self._shapes(*[(array.shape, array.dtype) for array in arrays])
         for i, name, low, high in self._indices:
-            check_index(name, arrays[i], low, high)
+            inputs.check_index(name, arrays[i], low, high)
         as_torch = not plain and any(is_torch(value) for value in values)
         if out is not None:
             return self._into(out, arrays, shapes, as_torch)
         results = self._computed(arrays, shapes)
         return [to_torch(array) for array in results] if as_torch else results
 
-    def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: Shapes, as_torch: bool) -> list[Any]:
+    def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: inputs.Shapes, as_torch: bool) -> list[Any]:
         """Run on the host, and write outputs to the caller's arrays, if any."""
         self._check_names(out)
         targets: list[Array | None] = []
         for spec, shape in zip(self.outputs, shapes.outputs, strict=True):
             others = [*arrays, *(target for target in targets if target is not None)]
-            targets.append(writable(spec, out[spec.name], shape, others) if spec.name in out else None)
+            targets.append(inputs.writable(spec, out[spec.name], shape, others) if spec.name in out else None)
         results = self._computed(arrays, shapes, targets)
         for spec, target, array in zip(self.outputs, targets, results, strict=True):
             if target is not None and target is not array:
                 if target.shape != array.shape:  # the inputs' sizes did not determine the output's shape
-                    check_out(spec, target.shape, target.dtype, array.shape)
+                    inputs.check_out(spec, target.shape, target.dtype, array.shape)
                 np.copyto(target, array)
         return [
             out[name] if name in out else to_torch(array) if as_torch else array
@@ -411,7 +396,7 @@ class Session:
         ]
 
     def _computed(
-        self, arrays: list[Array], shapes: Shapes, targets: Sequence[Array | None] | None = None
+        self, arrays: list[Array], shapes: inputs.Shapes, targets: Sequence[Array | None] | None = None
     ) -> list[Array]:
         """Run the backend; any error of its library becomes a RunError. A torch module's own errors are raised
         unchanged."""
@@ -520,10 +505,8 @@ def _loaded(
         log.warning("%s", doubt)
     # Only the order of preference queries CUDA for its devices, and so initialises it in this process, which must not
     # fork after that.
-    is_named = backend != "auto"
-    named = [name for name, row in REGISTRY.items() if backend in (name, row.family)]
-    candidates = named if is_named else by_preference(opened)
-    return Session(opened, open_first(opened, candidates, options, named=is_named), options)
+    named = [name for name, row in REGISTRY.items() if backend in (name, row.family)]  # none for `auto`
+    return Session(opened, open_first(opened, named or by_preference(opened), options, named=bool(named)), options)
 
 
 def _eager(bundle: Bundle, module: Any) -> Backend:

@@ -35,8 +35,7 @@ def inputs_of(body: bytes) -> dict[str, Array]:
         InputError: the body is not a valid request; the message shows the format.
     """
     try:
-        tensors = json.loads(body)["inputs"]
-        return {str(tensor["name"]): _array(tensor) for tensor in tensors}
+        return {str(tensor["name"]): _array(tensor) for tensor in json.loads(body)["inputs"]}
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,12 +1,16 @@
-"""Calls of a bundle's model on the same inputs, by its backends and its peers: how they are checked and timed."""
+"""Calls of a bundle's model, by its backends and its peers: on the same inputs, how they are checked and timed; and
+throughput, in samples per second over batch sizes and concurrent callers, with contenders in turns."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bench.contenders.engines import Runner, open_backend
@@ -15,8 +19,8 @@ from attnforge.bench.contenders.registry import PEERS
 from attnforge.bench.experiment import Experiment, case_at
 from attnforge.bench.race import Entry, Times, Workload, entries_of
 from attnforge.bench.results import Cases, Contender
-from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle
-from attnforge.errors import BundleError, first_line
+from attnforge.bundle import CANONICAL, REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Bundle, Case
+from attnforge.errors import BundleError, InputError, first_line
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import decomposed, sites_of
 from attnforge.export.graphs.execute import as_it_is
@@ -26,7 +30,7 @@ from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, chosen_here
 from attnforge.runtime.parity.budget import budget_precision
 from attnforge.runtime.parity.verify import References, hold
-from attnforge.runtime.race import race
+from attnforge.runtime.race import in_turns, race, seconds_of
 from attnforge.runtime.session import RUNS_TO_WARM
 
 Caller = Entry[Runner]
@@ -42,9 +46,8 @@ class Baseline:
     """
 
     def __init__(self, bundle: Bundle, sizes: Mapping[str, int], experiment: Experiment, folder: Path) -> None:
-        manifest = bundle.manifest
-        self.bundle, self.case = bundle, case_at(bundle, sizes)
-        case = self.case
+        self.bundle, manifest = bundle, bundle.manifest
+        self.case = case = case_at(bundle, sizes)
         feeds = reference.make_inputs(case, manifest.inputs, {})
         self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module, experiment.trust_source)
         for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
@@ -73,9 +76,7 @@ class Baseline:
         """
         for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
             entry.opened(self.job.feeds)
-        references = References({}, self._outputs)
-        run = partial(self._answer, entry)
-        report = hold(self.bundle, entry.name, run, [self.case], references)
+        report = hold(self.bundle, entry.name, partial(self._answer, entry), [self.case], References({}, self._outputs))
         entry.keep(report.error, report.budget)
         return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
 
@@ -160,3 +161,81 @@ def _check_cases(experiment: Experiment, baseline: Baseline, pairs: Sequence[tup
     for entry, contender in pairs:
         experiment.progress(f"check {contender.key} in every case")
         contender.cases = baseline.in_every_case(entry)
+
+
+# --- throughput -------------------------------------------------------------------------------------------------------
+
+
+THROUGHPUT_PEERS = ("onnxruntime-plain", "eager")
+"""Peers whose throughput is measured too; that of other peers is close to the inverse of their latency."""
+
+BATCH = "batch"
+"""The symbol of the dim that counts samples."""
+
+BATCHES, CALLERS = (1, 2, 4, 8), (1, 2, 4)
+
+BURST = 0.1
+"""Approximate seconds of a turn."""
+
+ROUNDS = 4
+
+
+@dataclass
+class Load(Workload[Runner]):
+    """Calls of `batch` samples by `callers` concurrent callers, each in its own thread, on one loaded model.
+
+    Attributes:
+        case: gives the sizes of the other dims.
+        batch: samples per call.
+        callers: number of concurrent callers.
+        runs: one call of each contender that takes the load, by key.
+    """
+
+    in_last_opening_alone = True
+
+    case: Case
+    batch: int
+    callers: int
+    runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    def why_wrong(self, entry: Caller) -> None:
+        """Warm up a contender. Its answers were checked before; a failure becomes a note, and the other loads are still
+        measured. Peers support one caller only."""
+        if not entry.ours and (entry.name not in THROUGHPUT_PEERS or self.callers > 1):
+            return
+        sizes = {**self.case.sizes, BATCH: self.batch} if BATCH in self.case.sizes else self.case.sizes
+        at_batch = Case(name="throughput", sizes=sizes, kind="normal", seed=1)
+        run = partial(entry.opened, reference.make_inputs(at_batch, entry.job.bundle.manifest.inputs, {}))
+        try:
+            for _ in range(RUNS_TO_WARM):
+                run()
+        except Exception as error:
+            entry.notes.append(f"no throughput at batch {self.batch}: {first_line(error)}")
+        else:
+            self.runs[entry.key] = run
+
+    def time(self, entries: Mapping[str, Caller], rounds: int, seconds: float, seed: int) -> Times:
+        """Return milliseconds per sample, in :data:`ROUNDS` bursts of :data:`BURST` seconds."""
+        return in_turns({key: partial(self._burst, run) for key, run in self.runs.items()}, ROUNDS)
+
+    def _burst(self, run: Callable[[], Any]) -> list[float]:
+        calls = max(1, int(BURST / seconds_of(run) / self.callers))
+        if self.callers == 1:
+            return [1e3 * seconds_of(run, calls) / (self.batch * calls)]
+        with ThreadPoolExecutor(self.callers) as threads:
+            list(threads.map(lambda _: None, range(self.callers)))  # starts the threads
+            seconds = seconds_of(lambda: list(threads.map(lambda _: seconds_of(run, calls), range(self.callers))))
+        return [1e3 * seconds / (self.batch * self.callers * calls)]
+
+
+def loads(bundle: Bundle, case: Case) -> Iterator[Load]:
+    """Yield the batch sizes that the bundle takes with one caller, and several callers at the sizes of `case`."""
+    batches = []
+    for batch in BATCHES if BATCH in case.sizes else ():
+        with contextlib.suppress(InputError):  # outside the profile
+            case_at(bundle, {**case.sizes, BATCH: batch})
+            batches.append(batch)
+    at_case = case.sizes.get(BATCH, 1)
+    for batch, callers in [*((n, 1) for n in batches or [at_case]), *((at_case, n) for n in CALLERS if n > 1)]:
+        words = f"batch {batch}, {callers} caller{'s' if callers > 1 else ''}"
+        yield Load(f"warm up {words} of", f"throughput at {words}", case, batch, callers)

@@ -157,8 +157,7 @@ def compare(old: Results, new: Results) -> Differences:
 def _conditions(old: Results, new: Results) -> list[str]:
     """Return notes on differences of the machine, its load and the settings."""
     before, after, notes = old.environment, new.environment, []
-    machines = before.machine.model_dump(), after.machine.model_dump()
-    if differing := _differing(*machines):
+    if differing := _differing(before.machine.model_dump(), after.machine.model_dump()):
         notes.append(f"different machine: {differing}; ratios to the peers may differ with it")
     if before.threads != after.threads:
         notes.append(f"different number of threads: {before.threads} before, {after.threads} now")

@@ -191,8 +191,7 @@ class ReferenceLogits:
         """
         manifest = job.bundle.manifest
         (ids,) = job.feeds.values()
-        operations = 2.0 * _weights(job) / job.precision.dtype.itemsize * ids.size
-        is_float64 = operations < MOST_OPERATIONS
+        is_float64 = 2.0 * _weights(job) / job.precision.dtype.itemsize * ids.size < MOST_OPERATIONS
         experiment.progress(f"compute reference logits, in {'float64' if is_float64 else 'eager mode'}")
         if is_at_hand(job) and is_float64:
             eager, exact = expected(job.module, job.precision, job.feeds)[job.output]

@@ -19,18 +19,7 @@ import numpy as np
 from attnforge.atomic import write_whole
 from attnforge.bench.limits import Ceilings
 from attnforge.bench.results import Contender, Model, Results, precisions
-from attnforge.report.charts import (
-    BLUE,
-    GREY,
-    ORANGE,
-    WIDTH,
-    Picture,
-    drawing,
-    embedded,
-    legend_above,
-    literal,
-    logarithmic_ticks,
-)
+from attnforge.report import charts
 from attnforge.report.render import milliseconds, rounded, with_interval
 
 if TYPE_CHECKING:
@@ -41,7 +30,7 @@ Kind = Literal["svg", "png"]
 
 MARKERS = {"fp32": "o", "fp16": "^", "bf16": "D", "tf32": "s", "auto": "P"}
 DASHES: dict[str, Any] = {"fp32": "-", "fp16": (0, (5, 1.5)), "bf16": (0, (2, 1.5)), "tf32": (0, (6, 1.5, 1, 1.5))}
-OTHERS = (ORANGE, "#7a4fa3", "#2f7d4f", "#b23a5c", "#8a6d3b", "#6b7480")
+OTHERS = (charts.ORANGE, "#7a4fa3", "#2f7d4f", "#b23a5c", "#8a6d3b", "#6b7480")
 LONGEST, MOST_NAMED = 26, 8
 """Maximum characters of a label, and maximum contenders named in the text of a picture."""
 
@@ -64,7 +53,7 @@ def save_plots(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
     return save_pictures(pictures, folder)
 
 
-def save_pictures(pictures: Iterable[tuple[str, Picture | None]], folder: str | os.PathLike[str]) -> list[Path]:
+def save_pictures(pictures: Iterable[tuple[str, charts.Picture | None]], folder: str | os.PathLike[str]) -> list[Path]:
     """Write PNG pictures that are not None, by name, and return the files."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -87,9 +76,9 @@ def _unused(folder: Path, name: str, written: Sequence[Path]) -> Path:
 # --- shared parts -----------------------------------------------------------------------------------------------------
 
 
-def finished(figure: Figure, kind: Kind, alt: str) -> Picture:
+def finished(figure: Figure, kind: Kind, alt: str) -> charts.Picture:
     """Return the figure as a picture; a PNG has twice the resolution."""
-    return embedded(figure, kind, alt, PNG_DPI if kind == "png" else 96)
+    return charts.embedded(figure, kind, alt, PNG_DPI if kind == "png" else 96)
 
 
 def marker_of(precision: str) -> str:
@@ -104,7 +93,7 @@ def in_words(rows: Sequence[str]) -> str:
 
 
 def short_label(name: str) -> str:
-    return literal(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")
+    return charts.literal(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")
 
 
 def dot(label: str, color: str, marker: str = "o", is_filled: bool = True) -> Any:
@@ -127,7 +116,7 @@ def both_logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.autoscale_view()
     for axis in (axes.xaxis, axes.yaxis):
-        logarithmic_ticks(axis)
+        charts.logarithmic_ticks(axis)
     axes.grid(color="#eeeeee")
     axes.set_axisbelow(True)
 
@@ -135,7 +124,7 @@ def both_logarithmic(axes: Axes) -> None:
 # --- contenders -------------------------------------------------------------------------------------------------------
 
 
-def latencies(model: Model, kind: Kind = "svg") -> Picture | None:
+def latencies(model: Model, kind: Kind = "svg") -> charts.Picture | None:
     """Draw one row per contender, by median: the distribution of its calls, and the median of every round."""
     contenders = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
     rows = in_words([f"{contender.key} {milliseconds(contender.latency.median)}" for contender in contenders])
@@ -166,7 +155,7 @@ def _distribution(axes: Axes, y: int, contender: Contender) -> None:
     axes.scatter([median], [y], s=28, c=color, marker=marker, edgecolors="white", linewidths=0.6, zorder=4)
 
 
-def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
+def ratios(model: Model, kind: Kind = "svg") -> charts.Picture | None:
     """Draw one row per contender: its time over that of the picked backend at its precision, with the interval."""
     order = precisions(contender.precision for contender in model.contenders)
     compared = [(contender, contender.ratio) for contender in model.contenders if contender.ratio is not None]
@@ -180,7 +169,7 @@ def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
     )
 
     def draw(axes: Axes) -> None:
-        axes.axvline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.axvline(1, color=charts.GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for y, (contender, ratio) in enumerate(compared):
             color, marker = _color(contender), marker_of(contender.precision)
             axes.plot([ratio.low, ratio.high], [y, y], color=color, linewidth=2, solid_capstyle="butt")
@@ -193,13 +182,13 @@ def ratios(model: Model, kind: Kind = "svg") -> Picture | None:
 
 
 def _color(contender: Contender) -> str:
-    return BLUE if contender.ours else ORANGE
+    return charts.BLUE if contender.ours else charts.ORANGE
 
 
 def _in_rows(
     rows: Sequence[Contender], texts: Sequence[str], numbers: Sequence[float], xlabel: str,
     draw: Callable[[Axes], None], kind: Kind, alt: str,
-) -> Picture | None:  # fmt: skip
+) -> charts.Picture | None:  # fmt: skip
     """Draw a picture with one row per contender, the first on top; None if there are no contenders.
 
     Args:
@@ -213,7 +202,7 @@ def _in_rows(
     """
     if not rows:
         return None
-    with drawing(WIDTH, 1.15 + 0.3 * len(rows)) as figure:
+    with charts.drawing(charts.WIDTH, 1.15 + 0.3 * len(rows)) as figure:
         axes = figure.subplots()
         draw(axes)
         _scale(axes, numbers)
@@ -221,10 +210,10 @@ def _in_rows(
         axes.set_xlabel(xlabel)
         handles = [
             dot(label, color=color)
-            for label, color, ours in (("ours", BLUE, True), ("peers", ORANGE, False))
+            for label, color, ours in (("ours", charts.BLUE, True), ("peers", charts.ORANGE, False))
             if any(contender.ours == ours for contender in rows)
         ]
-        legend_above(figure, [*handles, *precision_dots([contender.precision for contender in rows])])
+        charts.legend_above(figure, [*handles, *precision_dots([contender.precision for contender in rows])])
         return finished(figure, kind, alt)
 
 
@@ -241,7 +230,7 @@ def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> N
     axes.set_axisbelow(True)
     right_axes = axes.twinx()
     right_axes.set_ylim(*ends)
-    right_axes.set_yticks(range(len(rows)), [literal(text) for text in right])
+    right_axes.set_yticks(range(len(rows)), [charts.literal(text) for text in right])
     right_axes.tick_params(axis="y", length=0)
     for side in ("left", "right"):
         axes.spines[side].set_visible(False)
@@ -256,7 +245,7 @@ def _scale(axes: Axes, numbers: Sequence[float]) -> None:
     if low > 0 and high > LOGARITHMIC * low:
         axes.set_xscale("log")
         axes.set_xlim(low / 1.15, high * 1.15)
-        logarithmic_ticks(axes.xaxis)
+        charts.logarithmic_ticks(axes.xaxis)
     else:
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1
         axes.set_xlim(low - room, high + room)
@@ -276,7 +265,7 @@ class Point(NamedTuple):
     contender: Contender
 
 
-def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
+def roofline(results: Results, kind: Kind = "svg") -> charts.Picture | None:
     """Draw the roofline; None if the ceilings or the work of all contenders are unknown.
 
     The intensity is computed from the least bytes, so it is the same for all contenders of a model at a precision.
@@ -284,12 +273,12 @@ def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
     ceilings, points = results.ceilings, _points(results)
     if ceilings is None or not points or ceilings.bandwidth <= 0:
         return None
-    with drawing(WIDTH, 4.6) as figure:
+    with charts.drawing(charts.WIDTH, 4.6) as figure:
         axes = figure.subplots()
         xs = [p.intensity for p in points] + [flops / ceilings.bandwidth for flops in ceilings.flops.values()]
         handles = _draw_roofs(axes, ceilings, (min(xs) / 2.5, max(xs) * 2.5))
         names = dict.fromkeys(point.model.name for point in points)
-        colors = dict(zip(names, itertools.cycle((BLUE, *OTHERS)), strict=False))
+        colors = dict(zip(names, itertools.cycle((charts.BLUE, *OTHERS)), strict=False))
         for x, y, model, contender in points:
             color, marker = colors[model.name], marker_of(contender.precision)
             face = color if contender.ours else "white"
@@ -301,7 +290,7 @@ def roofline(results: Results, kind: Kind = "svg") -> Picture | None:
         for label, ours in (("ours", True), ("peers", False)):
             if any(point.contender.ours == ours for point in points):
                 handles.append(dot(label, "#777777", "o", is_filled=ours))
-        legend_above(figure, [*handles, *precision_dots(point.contender.precision for point in points)], most=3)
+        charts.legend_above(figure, [*handles, *precision_dots(point.contender.precision for point in points)], most=3)
         return finished(figure, kind, _roofline_in_words(ceilings, points))
 
 
@@ -314,7 +303,7 @@ def _draw_roofs(axes: Axes, ceilings: Ceilings, ends: tuple[float, float]) -> li
         across = [ends[0], ridge, ends[1]]
         lines += axes.plot(
             across, [min(top, ceilings.bandwidth * x) / 1e9 for x in across], color="#555555", linewidth=1.4,
-            linestyle=DASHES.get(precision, ":"), label=literal(f"{precision}: {rounded(top / 1e9)} GFLOP/s"),
+            linestyle=DASHES.get(precision, ":"), label=charts.literal(f"{precision}: {rounded(top / 1e9)} GFLOP/s"),
         )  # fmt: skip
     return lines
 

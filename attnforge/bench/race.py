@@ -180,8 +180,7 @@ def run_race(
                 continue
             each(workload.checking, workload.why_wrong, i)
             experiment.progress(f"time {workload.timing}{f', load {i + 1} of {count}' if count > 1 else ''}")
-            taken = workload.time(entries, share, experiment.seconds / count, seed=i)
-            for key, rounds in taken.items():
+            for key, rounds in workload.time(entries, share, experiment.seconds / count, seed=i).items():
                 so_far.setdefault(key, []).extend(rounds)
                 if workload is workloads[0]:
                     openings[i] = len(rounds)  # of every contender

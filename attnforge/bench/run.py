@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any, Literal, overload
 
 from attnforge.atomic import temporary_folder
-from attnforge.bench.calls import Baseline, Caller, Calls, callers, check_all_cases
+from attnforge.bench.calls import Baseline, Caller, Calls, Load, callers, check_all_cases, loads
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.engines import Runner
 from attnforge.bench.contenders.peers import why_no_module, with_threads
@@ -30,7 +30,6 @@ from attnforge.bench.limits.work import work_of
 from attnforge.bench.race import Raced, Workload, run_race
 from attnforge.bench.results import Contender, DecodingResults, Deployed, Model, Results, Throughput
 from attnforge.bench.starts import measure_starts_and_memory
-from attnforge.bench.throughput import Load, loads
 from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
 from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph

@@ -55,8 +55,7 @@ def _why_not_replaced(folder: Path) -> str | None:
     """Return why a folder may not be replaced by a bundle, or None: it is not a bundle of any schema version, contains
     files that are not the bundle's, or cannot be written to."""
     if (document := _document(folder)) is None:
-        is_empty = folder.is_dir() and not any(folder.iterdir())
-        return None if is_empty else "exists and is not a bundle"
+        return None if folder.is_dir() and not any(folder.iterdir()) else "exists and is not a bundle"
     listed = {*(document["files"] if isinstance(document["files"], dict) else ()), *UNLISTED}
     for name in names_in(folder):
         if name not in listed and PurePosixPath(name).name not in _OF_THE_SYSTEM:
@@ -208,7 +207,6 @@ def copy_whole(bundle: Bundle, to: Path) -> None:
     """
     if (others := bundle.unlisted()) and (bundle.path / SIGNATURE).exists():
         raise BundleError(f"{unlisted_text(bundle.path, others)}, and its signature does not cover them; remove them")
-    names = [*bundle.manifest.files, MANIFEST, *([SIGNATURE] if (bundle.path / SIGNATURE).exists() else [])]
-    for name in names:
+    for name in [*bundle.manifest.files, MANIFEST, *([SIGNATURE] if (bundle.path / SIGNATURE).exists() else [])]:
         copy(bundle, name, to / name)
     Bundle(to, trusted=bundle.trusted or False)  # checks that the copy is complete and has the same signature

@@ -21,17 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from attnforge.bundle.schema import (
-    CANONICAL,
-    MANIFEST,
-    OPENVINO,
-    PLAIN,
-    SCHEMA_VERSION,
-    SIGNATURE,
-    WEIGHTS,
-    Manifest,
-    dim_name,
-)
+from attnforge.bundle import schema
 from attnforge.bundle.trust import Trusted, keys_of, signatures
 from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, raised_as, shortened
 from attnforge.files import Identity, identity, names_in, open_inside, open_regular
@@ -98,7 +88,7 @@ class Bundle:
         data = manifest_data(self._root, self.path)
         if self.trusted:
             signatures().check_signed(self.path, self._root, data, self.trusted)
-        self.manifest = _parsed_manifest(self.path / MANIFEST, data)
+        self.manifest = _parsed_manifest(self.path / schema.MANIFEST, data)
         self._sum = hashlib.sha256(data).digest()
         self._checked: dict[str, Identity] = {}
         plans = {engine.file for target in self.manifest.targets.values() for engine in target.engines}
@@ -113,7 +103,7 @@ class Bundle:
         """Whether the bundle is signed, and whether that was checked, which needs trusted keys."""
         if self.trusted:
             return "of a trusted key"
-        return "not checked" if os.path.lexists(self.path / SIGNATURE) else "none"
+        return "not checked" if os.path.lexists(self.path / schema.SIGNATURE) else "none"
 
     def summary(self) -> str:
         """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
@@ -210,7 +200,7 @@ class Bundle:
         Raises:
             ReplacedError: the bundle, or a file that was checked, was replaced, moved or altered meanwhile.
         """
-        before = {name: self._identity(name) for name in ((".", MANIFEST) if whole else ())}
+        before = {name: self._identity(name) for name in ((".", schema.MANIFEST) if whole else ())}
         yield
         if any(self._identity(name) != was for name, was in {**before, **self._checked}.items()):
             raise self._replaced()
@@ -240,13 +230,13 @@ class Bundle:
 
     def _listed(self, name: str) -> None:
         if name not in self.manifest.files:
-            targets = ", ".join(target for target in self.manifest.targets if target != OPENVINO)
+            targets = ", ".join(target for target in self.manifest.targets if target != schema.OPENVINO)
             raise BundleError(f"{self.path} has no {name}; it was deployed for {targets}")
 
     def _shared(self, name: str) -> list[str]:
         """Return the listed files that may contain a model's weights."""
-        files = [WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
-        files += [CANONICAL] if name == PLAIN else []
+        files = [schema.WEIGHTS, f"{name}.data"] if name.endswith(".onnx") else []
+        files += [schema.CANONICAL] if name == schema.PLAIN else []
         return [file for file in files if file in self.manifest.files]
 
     def _check_again(self, *names: str) -> None:
@@ -326,7 +316,7 @@ class Bundle:
         return ReplacedError(f"{self.path} was replaced while it was read; read it again when it no longer changes")
 
 
-UNLISTED = (MANIFEST, SIGNATURE)
+UNLISTED = (schema.MANIFEST, schema.SIGNATURE)
 """Files of a bundle that are never listed in its manifest."""
 
 
@@ -335,8 +325,7 @@ def open_bundle(bundle: str | os.PathLike[str] | Bundle, *, lazily: bool = False
     Arguments and errors are those of :class:`Bundle`."""
     if isinstance(bundle, Bundle) and trusted is None:
         return bundle
-    path = bundle.path if isinstance(bundle, Bundle) else bundle
-    return Bundle(path, lazily=lazily, trusted=trusted)
+    return Bundle(bundle.path if isinstance(bundle, Bundle) else bundle, lazily=lazily, trusted=trusted)
 
 
 @contextmanager
@@ -389,14 +378,14 @@ def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
         folder: folder of the bundle.
         shown: path for messages; by default the folder.
     """
-    path, file = shown or folder, folder / MANIFEST
+    path, file = shown or folder, folder / schema.MANIFEST
     try:
         with open_regular(file, follow=False) as stream:
             data = stream.read(MOST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BundleError(f"no bundle at {path}: {_how_to_make_one(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
-        raise BundleError(f"no bundle at {path}: its {MANIFEST} cannot be read: {first_line(error)}") from error
+        raise BundleError(f"no bundle at {path}: its {schema.MANIFEST} cannot be read: {first_line(error)}") from error
     if len(data) > MOST_MANIFEST:
         raise BundleError(f"{file} is not a valid manifest: it has more than {MOST_MANIFEST:,} bytes")
     if data.count(b",") > MOST_VALUES:
@@ -414,7 +403,7 @@ def _how_to_make_one(path: Path) -> str:
         folder = str(path).removeprefix("hf:")
         model, flags, name = f"hf:{folder}", [], Path(folder).name
     else:
-        return f"it has no {MANIFEST}; make one with attnforge deploy"
+        return f"it has no {schema.MANIFEST}; make one with attnforge deploy"
     command = shlex.join(["attnforge", "deploy", model, *flags, "--out", f"{name}.bundle"])
     return f"it is a model; make one with {command}"
 
@@ -429,7 +418,7 @@ def _dims_of(file: Path) -> list[str]:
         return []
     weights = {weight.name for weight in graph.initializer}
     dims = {
-        dim_name(dim.dim_param, value.name, i): None
+        schema.dim_name(dim.dim_param, value.name, i): None
         for value in graph.input
         if value.name not in weights
         for i, dim in enumerate(value.type.tensor_type.shape.dim)
@@ -438,15 +427,15 @@ def _dims_of(file: Path) -> list[str]:
     return list(dims)
 
 
-def _parsed_manifest(file: Path, data: bytes) -> Manifest:
+def _parsed_manifest(file: Path, data: bytes) -> schema.Manifest:
     try:
         version = _Version.model_validate_json(data).schema_version
-        if version != SCHEMA_VERSION:
+        if version != schema.SCHEMA_VERSION:
             raise BundleError(
-                f"{file} has schema version {version}, this attnforge reads {SCHEMA_VERSION}; deploy the model again, "
-                "or use the attnforge that wrote it"
+                f"{file} has schema version {version}, this attnforge reads {schema.SCHEMA_VERSION}; deploy the model "
+                "again, or use the attnforge that wrote it"
             )
-        manifest = Manifest.model_validate_json(data)
+        manifest = schema.Manifest.model_validate_json(data)
     except ValidationError as error:
         first: Any = error.errors(include_url=False, include_input=False)[0]
         where = shortened(".".join(str(part) for part in first["loc"])) or "the document"

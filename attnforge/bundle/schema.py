@@ -671,8 +671,7 @@ def graph_tensors(
     if isinstance(count, DimSpec):  # a step may have one token
         count = count.model_copy(update={"min": 1})
     tokens = tokens.model_copy(update={"dims": [batch, count, *rest]})
-    past = TensorSpec(name=decoding.past, dtype="int64", dims=[batch], low=0, high=0)
-    taken = [tokens, past]
+    taken = [tokens, TensorSpec(name=decoding.past, dtype="int64", dims=[batch], low=0, high=0)]
     if decoding.kept is not None:
         most = count.max if isinstance(count, DimSpec) else count
         dim = DimSpec(symbol=decoding.kept, min=1, opt=1, max=most)
@@ -707,10 +706,9 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
     for case in [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]:
         if missing := symbols - case.sizes.keys():
             yield f"cases: {case.name} has no size of {min(missing)}"
-    if manifest.decoding is not None:
-        yield from _inconsistencies_of_steps(manifest, manifest.decoding)
-    if manifest.decoding is not None and manifest.decoding.kept is not None:
-        symbols |= {manifest.decoding.kept}
+    if (decoding := manifest.decoding) is not None:
+        yield from _inconsistencies_of_steps(manifest, decoding)
+        symbols |= {decoding.kept} if decoding.kept is not None else set()
     for target, record in manifest.targets.items():
         for engine in record.engines:
             for profile in engine.profiles:

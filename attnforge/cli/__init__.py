@@ -17,7 +17,6 @@ import typer
 from typer.core import TyperCommand
 
 from attnforge.cli import ending, terminal
-from attnforge.cli.answers import answering
 from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, inspect, run, sign, verify
 from attnforge.cli.deploying import deploy
@@ -25,7 +24,7 @@ from attnforge.cli.generating import generate
 from attnforge.cli.listing import demo, doctor, models
 from attnforge.cli.packaging import package
 from attnforge.cli.refusing import report_error
-from attnforge.cli.terminal import out
+from attnforge.cli.terminal import answering, out
 from attnforge.version import __version__
 
 __all__ = ["app", "main", "out"]

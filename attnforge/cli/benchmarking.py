@@ -13,9 +13,8 @@ import typer
 
 import attnforge
 from attnforge.cli import options, printing
-from attnforge.cli.answers import Answer
 from attnforge.cli.options import Backends, Force, Json, TrustedKeys
-from attnforge.cli.terminal import say, say_path, stages_shown
+from attnforge.cli.terminal import Answer, say, say_path, stages_shown
 from attnforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -198,5 +197,4 @@ def _holds(results: Results, named: Sequence[str]) -> bool:
         wrong |= {key.partition(" ")[0] for key in model.wrong}
         wrong |= {contender.name for contender in ours if contender.wrong_in is not None}
         loaded |= {contender.name for contender in model.contenders if contender.picked}
-    shipped = {name for name, row in REGISTRY.items() if row.targets or name in named}
-    return not wrong & (shipped | loaded)
+    return not wrong & (loaded | {name for name, row in REGISTRY.items() if row.targets or name in named})

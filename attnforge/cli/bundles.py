@@ -11,9 +11,8 @@ import typer
 import attnforge
 from attnforge.atomic import check_writable
 from attnforge.cli import printing
-from attnforge.cli.answers import Answer
 from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys
-from attnforge.cli.terminal import escape, out, print_table, say, say_path, say_reasons, stages_shown
+from attnforge.cli.terminal import Answer, escape, out, print_table, say, say_path, say_reasons, stages_shown
 from attnforge.errors import UsageError
 from attnforge.report.render import check_page, error
 
@@ -58,8 +57,7 @@ def run(
 
     check_writable(out_file, force)
     with attnforge.load(bundle, backend, rebuild=rebuild, trusted=trusted) as session:
-        is_text = len(inputs) == 1 and inputs[0].endswith(".txt")
-        if is_text:
+        if len(inputs) == 1 and inputs[0].endswith(".txt"):
             feeds = session.tokenize(read_texts(Path(inputs[0])))
         else:
             opened = session.bundle

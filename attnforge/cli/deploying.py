@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from attnforge.cli import printing
-from attnforge.cli.answers import Answer
 from attnforge.cli.options import Force, Json, Options, archives, pairs, ranges
-from attnforge.cli.terminal import stages_shown
+from attnforge.cli.terminal import Answer, stages_shown
 from attnforge.errors import UnfusedError
 
 Texts = list[str] | None
@@ -152,5 +151,4 @@ def deploy(
             if not as_json:
                 printing.print_sites(error.certificate)
             raise
-    document = {"bundle": str(bundle.path), **printing.summary(bundle)}
-    return Answer(document, lambda: printing.print_bundle(bundle))
+    return Answer({"bundle": str(bundle.path), **printing.summary(bundle)}, lambda: printing.print_bundle(bundle))

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 import attnforge
-from attnforge.cli.answers import Answer
 from attnforge.cli.options import Backend, BundleArgument, Json, TrustedKeys, whole_numbers
-from attnforge.cli.terminal import out, say
+from attnforge.cli.terminal import Answer, out, say
 from attnforge.errors import UsageError, plain
 
 _Sampling = partial(typer.Option, rich_help_panel="Sampling")

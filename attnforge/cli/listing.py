@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from attnforge.cli.answers import Answer
 from attnforge.cli.options import Json, Options, pairs
-from attnforge.cli.terminal import escape, out, print_table, say, stages_shown
+from attnforge.cli.terminal import Answer, escape, out, print_table, say, stages_shown
 from attnforge.errors import UsageError
 from attnforge.version import __version__
 

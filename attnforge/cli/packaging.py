@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnforge.cli.answers import Answer
 from attnforge.cli.options import Json, TrustedKeys, whole_numbers
-from attnforge.cli.terminal import say, say_path, stages_shown
+from attnforge.cli.terminal import Answer, say, say_path, stages_shown
 from attnforge.errors import UsageError, check_known
 
 if TYPE_CHECKING:

@@ -174,8 +174,7 @@ def alike(sites: Iterable[SiteRecord]) -> list[list[SiteRecord]]:
 def names_in_runs(names: Sequence[str], known: Sequence[str]) -> str:
     """Return names with consecutive runs abbreviated as `layers.0 … layers.21`, in the order of `known`; runs of one or
     two are spelt out."""
-    positions = sorted(known.index(name) for name in names)
-    consecutive = groupby(enumerate(positions), lambda pair: pair[1] - pair[0])
+    consecutive = groupby(enumerate(sorted(map(known.index, names))), lambda pair: pair[1] - pair[0])
     runs = [[known[position] for _, position in run] for _, run in consecutive]
     return ", ".join(f"{run[0]} … {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
 
@@ -212,8 +211,7 @@ def _mask_text(mask: SiteMask) -> str:
 
 def _first_of(texts: Sequence[str | None]) -> str:
     """Return the first text, with a note if the others differ from it."""
-    differ = len(set(texts)) > 1
-    return (texts[0] or "") + (" (the first site's numbers; the others differ)" if differ else "")
+    return (texts[0] or "") + (" (the first site's numbers; the others differ)" if len(set(texts)) > 1 else "")
 
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
@@ -321,5 +319,4 @@ def _print_first_tokens(results: DecodingResults) -> None:
         )
         for contender in results.contenders
     ]
-    head = ["contender", *(f"{prompt:,}" for prompt in results.prompts), "bytes\na step"]
-    print_table(head, rows, gap=1)
+    print_table(["contender", *(f"{prompt:,}" for prompt in results.prompts), "bytes\na step"], rows, gap=1)

@@ -1,16 +1,20 @@
-"""Terminal output of the command line: consoles, progress, and tables and sentences that fit the width."""
+"""Terminal output of the command line: consoles, progress, tables and sentences that fit the width, and the answers of
+commands, shown as JSON or as text."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape as rich_escape
 from rich.table import Column, Table
@@ -163,3 +167,44 @@ def stages_shown(quiet: bool) -> Iterator[StageDisplay]:
     )
     with nullcontext() if quiet or not console.is_terminal else bar:
         yield StageDisplay(bar)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Result of a command.
+
+    Attributes:
+        document: printed with `--json`, as one JSON document.
+        view: prints the same as text.
+        ok: whether the command succeeded; if not, it exits with 1.
+    """
+
+    document: Any
+    view: Callable[[], object]
+    ok: bool = True
+
+
+def answering(command: Callable[..., Answer]) -> Callable[..., None]:
+    """Wrap a command so that its answer is shown.
+
+    Args:
+        command: takes the option `as_json`, as every command does.
+
+    Raises:
+        typer.Exit: the answer is not ok.
+    """
+
+    @functools.wraps(command)
+    def run(*, as_json: bool, **options: Any) -> None:
+        answer = command(as_json=as_json, **options)
+        if as_json:
+            print_json(answer.document)
+        else:
+            answer.view()
+        if not answer.ok:
+            raise typer.Exit(1)
+
+    return run

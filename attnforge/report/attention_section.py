@@ -93,15 +93,12 @@ def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[Mea
 
 def _measure(maps: SiteMaps) -> MeasuredSite:
     truth = maps.eager if maps.exact is None else maps.exact
-    heads, queries, keys = maps.eager.shape
     return MeasuredSite(
         maps.site,
         maps.form,
         maps.is_held,
         maps.samples,
-        heads,
-        queries,
-        keys,
+        *maps.eager.shape,
         deployed_off=float(_largest_by_head(maps.deployed - truth).max(initial=0)),
         eager_off=float(_largest_by_head(maps.eager - truth).max(initial=0)) if maps.exact is not None else None,
         not_finite=int((~np.isfinite(maps.deployed)).sum()),

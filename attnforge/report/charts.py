@@ -103,7 +103,6 @@ def logarithmic_ticks(axis: Axis) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    subs = (1, 2, 5) if high < 50 * low else (1, 3) if high < 1000 * low else (1,)
-    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1, 3) if high < 1000 * low else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda x, _: f"{x:,.10g}")

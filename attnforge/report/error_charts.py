@@ -43,8 +43,7 @@ def histogram(
     backend = literal(backend)
     with drawing(WIDTH, 3.5) as figure:
         axes = figure.subplots()
-        bins = np.arange(first, last)
-        axes.bar(bins + 0.5, counts[first:last], 0.92, color=BLUE, alpha=0.75, label=backend)
+        axes.bar(np.arange(first, last) + 0.5, counts[first:last], 0.92, color=BLUE, alpha=0.75, label=backend)
         axes.stairs(eager[first:last], np.arange(first, last + 1), color=ORANGE, linewidth=2, label="eager")
         has_exact = bool(counts[0] or eager[0])
         if has_exact:

@@ -22,7 +22,7 @@ import typer
 
 import attnforge
 from attnforge.atomic import temporary_folder
-from attnforge.model.digits import load_digits_split
+from attnforge.model.data import load_digits_split
 from attnforge.model.registry import build_model
 from attnforge.precision import precision_named
 from attnforge.runtime.race import in_turns

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnforge.errors import UnavailableError
+from attnforge.model.data import DigitsSplit, load_digits_split
 from attnforge.model.decoder import CausalAttention, Decoder, SwiGLU
 from attnforge.model.decoder_digits import CHARACTERS, CLASSES, END, INK, PROMPT, TOKENS, tokens_of
-from attnforge.model.digits import DigitsSplit, load_digits_split
 from attnforge.model.registry import DECODER_DIGITS, build_model
 from benchmarks.training.digits import Out, Seed
 from tests.support.decoders import generate

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnforge.model.digits import DigitsSplit, load_digits_split
+from attnforge.model.data import DigitsSplit, load_digits_split
 from attnforge.model.patch import PatchAttentionClassifier
 
 

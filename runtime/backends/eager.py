@@ -205,8 +205,7 @@ class _InTF32(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (first := _OPERANDS.get(func.overloadpacket)) is not None:
-            rounded = [_tf32(operand) for operand in args[first : first + 2]]
-            args = (*args[:first], *rounded, *args[first + 2 :])
+            args = (*args[:first], *map(_tf32, args[first : first + 2]), *args[first + 2 :])
             return func(*args, **(kwargs or {}))
         with self:  # in inference mode, operators that are made of others arrive whole
             result = func.decompose(*args, **(kwargs or {}))

@@ -67,8 +67,7 @@ class WithSession:
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
         """The type of an input in the model."""
-        types = {value.name: value.type for value in self._open().get_inputs()}
-        return np.dtype(DTYPES[types[name]])
+        return np.dtype(DTYPES[next(value.type for value in self._open().get_inputs() if value.name == name)])
 
     def _open(self) -> Any:
         if self._session is None:
@@ -135,8 +134,7 @@ class OnnxRuntime(WithSession, Backend):
             inputs: inputs by name.
             outputs: outputs by name, with the shapes that follow from the inputs.
         """
-        session = self._open()
-        binding = session.io_binding()
+        binding = self._open().io_binding()
         bind_host(binding, inputs, outputs)
         kept = (inputs, outputs)  # the binding only has addresses
 

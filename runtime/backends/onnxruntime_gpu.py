@@ -211,10 +211,9 @@ class OnnxRuntimeGpu(WithSession):
             return known
         if len(self._static) >= GRAPHS_KEPT:
             return None
-        sides = (self._inputs, shapes.inputs), (self._outputs, self.output_shapes(shapes))
         inputs, outputs = (
             [Rows.allocated(self.gpu, shape, np.dtype(spec.dtype)) for spec, shape in zip(specs, sizes, strict=True)]
-            for specs, sizes in sides
+            for specs, sizes in ((self._inputs, shapes.inputs), (self._outputs, self.output_shapes(shapes)))
         )
         binding = self._binding(_named(self._inputs, inputs), _named(self._outputs, outputs))
         static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, inputs, outputs)

@@ -98,8 +98,8 @@ class OpenVino(Backend):
         }
         if manifest.decoding is not None:
             self._properties["CPU_RUNTIME_CACHE_CAPACITY"] = KERNELS_OF_STEPS
-        has_quota = cpu_quota() < (os.cpu_count() or 1)  # OpenVINO respects affinities, but not quotas
-        if threads := options.threads or (processors() if has_quota else None):
+        # OpenVINO respects affinities, but not quotas
+        if threads := options.threads or (processors() if cpu_quota() < (os.cpu_count() or 1) else None):
             self._properties["INFERENCE_NUM_THREADS"] = threads
         self._results = HostOutputs()
         self._lock = threading.Lock()

@@ -62,22 +62,18 @@ def prepared(model: Any, widen: bool, scores: bool = False) -> Any:
 def rows_first(model: Any) -> None:
     """Look up rows of 8-bit tables before they are dequantised; otherwise OpenVINO would dequantise the whole table on
     every call."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "Gather" or _value(node.input_value(2)) != 0:
-            continue
-        table, scale = _dequantised(node.input_value(0).get_node())
-        if table is None or list(scale.get_output_shape(0)) != [table.get_shape()[0], 1]:
-            continue
+    for node in _of_type(model, "Gather"):
         index, axis = node.input_value(1), node.input_value(2)
+        table, scale = _dequantised(node.input_value(0).get_node())
+        if _value(axis) != 0 or table is None or list(scale.get_output_shape(0)) != [table.get_shape()[0], 1]:
+            continue
         rows = ops.convert(ops.gather(table, index, axis), _kind(node.output(0)))
         _replace(node, ops.multiply(rows, ops.gather(scale.output(0), index, axis)))
 
 
 def weights_in_fp32(model: Any) -> None:
     """Dequantise 8-bit weights, so that OpenVINO multiplies in fp32 what its integer products would saturate."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "MatMul":
-            continue
+    for node in _of_type(model, "MatMul"):
         scaled = node.input_value(1).get_node()
         stored, scale = _dequantised(scaled)
         while scale is not None and scale.get_type_name() == "Reshape":
@@ -99,11 +95,10 @@ def _dequantised(product: Any) -> tuple[Any, Any]:
 
 def scores_in_fp32(model: Any) -> None:
     """Remove the 8-bit Q/DQ of queries and keys, for the same reason."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() == "ScaledDotProductAttention":
-            for i in range(2):
-                if (source := _before_rounding(node.input_value(i))) is not None:
-                    node.input(i).replace_source_output(source)
+    for node in _of_type(model, "ScaledDotProductAttention"):
+        for i in range(2):
+            if (source := _before_rounding(node.input_value(i))) is not None:
+                node.input(i).replace_source_output(source)
 
 
 def _before_rounding(restored: Any) -> Any | None:
@@ -134,8 +129,7 @@ def heads_first(model: Any) -> None:
         elif order := _order(node):
             inner = node.input_value(0).get_node()
             if inner.get_type_name() == "Squeeze" and _numbers(inner) == [0]:
-                swapped = ops.transpose(inner.input_value(0), _under_batch(order))
-                _replace(node, ops.squeeze(swapped, _ints([0])))
+                _replace(node, ops.squeeze(ops.transpose(inner.input_value(0), _under_batch(order)), _ints([0])))
 
 
 def zeros_without_keys(model: Any) -> None:
@@ -144,9 +138,7 @@ def zeros_without_keys(model: Any) -> None:
     OpenVINO reads Attention as products whose NaN become zeros. In 16 bits its softmax over nothing is not NaN, and a
     NaN in the model's input would be lost.
     """
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "Select":
-            continue
+    for node in _of_type(model, "Select"):
         test, attention = (node.input_value(i).get_node() for i in (0, 2))
         if test.get_type_name() != "IsNaN" or attention.get_type_name() != "ScaledDotProductAttention":
             continue
@@ -161,12 +153,10 @@ def zeros_without_keys(model: Any) -> None:
 def as_products(model: Any) -> None:
     """Decompose attention into products and a softmax, which OpenVINO compiles into one kernel with the transposes
     before and after it. Causal attention, and attention whose scale is not known, stays one operator."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "ScaledDotProductAttention" or node.get_attributes().get("causal"):
-            continue
+    for node in _of_type(model, "ScaledDotProductAttention"):
         query, key, value, *rest = (node.input_value(i) for i in range(node.get_input_size()))
         scale = _scale(query, rest)
-        if scale is None or len(rest) > 2:
+        if scale is None or len(rest) > 2 or node.get_attributes().get("causal"):
             continue
         kind = _kind(query)
         scores = ops.multiply(ops.matmul(query, key, False, True), _constant(scale, kind))
@@ -201,9 +191,7 @@ def masks_apart(model: Any) -> None:
     OpenVINO compiles `(1 - x) * least + bias` to `x * -least + (least + bias)`, and the sum of constants absorbs the
     bias.
     """
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "Multiply":
-            continue
+    for node in _of_type(model, "Multiply"):
         for shown, least in (node.input_values(), node.input_values()[::-1]):
             inner = shown.get_node()
             is_moved = inner.get_type_name() in ("Add", "Subtract") and any(
@@ -307,6 +295,11 @@ def _is_least(constant: Any) -> bool:
         return False
     users = {target.get_node().get_type_name() for target in constant.output(0).get_target_inputs()}
     return _kind(constant.output(0)) == "f16" or users <= {"Multiply", "Select"}
+
+
+def _of_type(model: Any, kind: str) -> list[Any]:
+    """The nodes of a type, in an order in which they can be computed."""
+    return [node for node in model.get_ordered_ops() if node.get_type_name() == kind]
 
 
 def _replace(node: Any, by: Any) -> None:

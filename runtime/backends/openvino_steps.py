@@ -67,8 +67,7 @@ class _StepConversion:
         self._slots = cache.get_partial_shape()[2].get_length()
         self._past, self._most = past, ops.reduce_max(past, _ints([0]), True)
         self._new = ops.add(ops.unsqueeze(past, _ints([1])), rows)
-        filled = ops.slice(cache, _ints([0]), self._most, _ints([1]), _ints([2]))
-        return ops.concat([filled, new], 2).outputs()
+        return ops.concat([ops.slice(cache, _ints([0]), self._most, _ints([1]), _ints([2])), new], 2).outputs()
 
     def _seen(self, mask: Any) -> Any:
         """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows. Before

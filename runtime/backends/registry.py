@@ -14,8 +14,7 @@ from contextlib import suppress
 from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice, Engine, Manifest
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices, this_machine, versions
-from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered
-from attnforge.runtime.backends.outside import installed
+from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered, installed
 from attnforge.runtime.backends.whole_sequences import as_model
 from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, is_trusted_plan
@@ -223,21 +222,13 @@ def _no_provider(backend: str) -> str | None:
 def _no_tensorrt_provider(backend: str) -> str | None:
     if (reason := _no_provider(backend)) is not None:
         return reason
-    if not _has_nvinfer():
-        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is missing; pip install 'tensorrt<11'"
-    return None
-
-
-@functools.cache
-def _has_nvinfer() -> bool:
-    """Whether the TensorRT that ONNX Runtime is built for can be loaded; tensorrt's wheel includes it."""
     with suppress(ImportError):
-        importlib.import_module("tensorrt")
+        importlib.import_module("tensorrt")  # whose wheel includes the library
     try:
         ctypes.CDLL("libnvinfer.so.10")
     except OSError:
-        return False
-    return True
+        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is missing; pip install 'tensorrt<11'"
+    return None
 
 
 @functools.cache
@@ -322,7 +313,7 @@ OUTSIDE = installed((*REGISTRY, "auto", "eager", "onnxruntime"))
 """The targets of other packages, by name; each is a backend as well, after all others."""
 REGISTRY |= {
     name: Registered(
-        name, name, tuple(target.libraries), "outside:Outside", lambda name: OUTSIDE[name].why_unusable(), (name,),
+        name, name, tuple(target.libraries), "backend:Outside", lambda name: OUTSIDE[name].why_unusable(), (name,),
         uncertified="its package does not report what it fuses", target=target,
     )
     for name, target in OUTSIDE.items()

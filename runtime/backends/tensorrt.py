@@ -357,8 +357,7 @@ class _Lane:
                 addresses.append(feed.ptr)
         profile = profile_for(self._owner.profiles, shapes.sizes)
         outputs = tuple(view.ptr for view in results)
-        call = Call(profile, shapes.inputs, tuple(addresses), outputs, tuple(uploads), tuple(moves))
-        self._execute(call, stream)
+        self._execute(Call(profile, shapes.inputs, tuple(addresses), outputs, tuple(uploads), tuple(moves)), stream)
         return stream.record()
 
     def close(self) -> None:

@@ -364,8 +364,7 @@ class Decoder:
         inputs = {self._tokens.name: tokens, self._decoding.past: past, **caches}
         if self._decoding.kept is not None:
             inputs[self._decoding.kept] = kept
-        following = {f"{name}{NEXT}": cache for name, cache in caches.items()}
-        return self._backend.bound(inputs, {**outputs, **following})
+        return self._backend.bound(inputs, {**outputs, **{f"{name}{NEXT}": cache for name, cache in caches.items()}})
 
 
 def _as_array(name: str, value: Any) -> Array:

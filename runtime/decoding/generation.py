@@ -88,13 +88,8 @@ class Sampler:
             raise RunError(f"sample {sample} has no most likely token: its largest logit is {largest[sample]}")
         if not self.temperature:
             return np.asarray(logits.argmax(-1), np.int64)
-        return np.array(
-            [
-                generator.choice(len(row), p=self.probabilities(row))
-                for row, generator in zip(logits, generators, strict=True)
-            ],
-            np.int64,
-        )
+        rows = zip(logits, generators, strict=True)
+        return np.array([generator.choice(len(row), p=self.probabilities(row)) for row, generator in rows], np.int64)
 
 
 GREEDY = Sampler()
@@ -135,8 +130,7 @@ def generate(
             f"the prompt and {max_new_tokens} new tokens are {int(ends.max()) + 1} tokens, and the cache has room for "
             f"{decoder.places + 1}; generate fewer, or deploy with more cache_tokens"
         )
-    ends_of_samples = frozenset(whole("a stop token id", each) for each in stop)
-    return _tokens(decoder, rows, max_new_tokens, ends_of_samples, sampler)
+    return _tokens(decoder, rows, max_new_tokens, {whole("a stop token id", each) for each in stop}, sampler)
 
 
 def _tokens(

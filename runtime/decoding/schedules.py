@@ -63,8 +63,7 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Taken:
         if done.any():  # otherwise wrong lengths of the decoder would be corrected here
             decoder.crop(lengths - done)
         following = np.stack([row[n - is_done] for row, n, is_done in zip(tokens, lengths, done, strict=True)])
-        new = decoder.extend(following[:, None])
-        for name, samples in new.items():
+        for name, samples in decoder.extend(following[:, None]).items():
             for sample, answer in enumerate(samples):
                 if done[sample]:
                     answers[name][sample][-1:] = answer

@@ -138,10 +138,9 @@ class MeasuredMetric:
             slack = 1 / samples if self.metric is accuracy else 1e-6 * max(abs(truth), 1e-6)
             least = truth - 2 * max(truth - eager, 0.0) - slack
         passed = bool(value >= least)  # False for NaN
-        reason = None if passed else f"{self.name} is {value:.6g}, below the required {least:.6g}"
         return MetricReport(
             name=self.name, value=value, eager=eager, float64=truth, least=least, samples=samples, passed=passed,
-            reason=reason,
+            reason=None if passed else f"{self.name} is {value:.6g}, below the required {least:.6g}",
         )  # fmt: skip
 
     def _whole(self, kept: Array, like: Array, case: Case) -> Array:

@@ -114,10 +114,9 @@ def _shapes(bundle: Bundle, case: Case, references: References) -> dict[str, tup
     inputs, outputs = bundle.manifest.inputs, bundle.manifest.outputs
     forms = ((reference.shape_of(spec, case.sizes), np.dtype(spec.dtype)) for spec in inputs)
     sizes = {spec.name: references.outputs[reference.key(case, spec.name, "float64")].size for spec in outputs}
-    shapes = zip(outputs, shapes_of(inputs, outputs, *forms).outputs, strict=True)
     return {
         spec.name: shape if shape is not None and math.prod(shape) == sizes[spec.name] else None
-        for spec, shape in shapes
+        for spec, shape in zip(outputs, shapes_of(inputs, outputs, *forms).outputs, strict=True)
     }
 
 
@@ -149,8 +148,8 @@ def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
     manifest = bundle.manifest
     has_bfloat16 = any(spec.dtype == BFLOAT16.name for spec in (*manifest.inputs, *manifest.outputs))
     models: dict[str, tuple[str, list[str]]] = {}
-    targets = manifest.targets if manifest.decoding is None else {}  # a decoder step has other inputs
-    for name, record in targets.items():
+    # a decoder step has other inputs
+    for name, record in manifest.targets.items() if manifest.decoding is None else ():
         if name == "onnxruntime" and not has_bfloat16:  # Polygraphy runs it through NumPy, which has no bfloat16
             models[name] = record.model, ["--onnxrt"]
         elif name.startswith("tensorrt"):

@@ -37,13 +37,11 @@ class AttnforgeRunnerArgs(BaseRunnerArgs):  # type: ignore[misc]  # Polygraphy h
             help="Run inference using attnforge, with the bundle in this folder; repeatable",
             action=_Selected,
             dest="attnforge_bundles",
-            default=None,
         )
         self.group.add_argument(
             "--attnforge-backend",
             metavar="BACKEND",
             help="The backend that runs the bundles, such as onnxruntime-cpu. Defaults to auto",
-            default=None,
         )
         self.group.add_argument(
             "--attnforge-trusted",
@@ -51,7 +49,6 @@ class AttnforgeRunnerArgs(BaseRunnerArgs):  # type: ignore[misc]  # Polygraphy h
             help="Open only bundles that the owner of one of these public keys has signed. Defaults to the keys that "
             "the environment variable ATTNFORGE_TRUSTED names",
             nargs="+",
-            default=None,
         )
 
     def parse_impl(self, args: Any) -> None:

@@ -39,12 +39,11 @@ class TritonPythonModel:
         self._backend: Any = importlib.import_module("triton_python_backend_utils")  # provided by the server
         config = json.loads(args["model_config"])
         settings = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
-        on_gpu = args["model_instance_kind"] == "GPU"
         self._session = load(
             Bundle(Path(args["model_repository"]) / args["model_version"] / FOLDER),
             settings.get(SESSION, "auto"),
             threads=int(settings[THREADS]) if THREADS in settings else None,
-            device=int(args["model_instance_device_id"]) if on_gpu else 0,
+            device=int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0,
         )
         self._inputs = {spec.name: spec for spec in self._session.inputs}
         self._joiner = Joiner(self._session, join=config["max_batch_size"] > 0)

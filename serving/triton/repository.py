@@ -224,8 +224,7 @@ def _in_python(bundle: Bundle, options: Packaging) -> Served:
         targets = ", ".join(name for name in bundle.manifest.targets if name != OPENVINO)
         raise UnavailableError(f"{bundle.path} was deployed for {targets}, not for {target}")
     threads = {} if options.threads is None else {THREADS: str(options.threads)}
-    fields = {"backend": "python", "default_model_filename": "model.py"}
-    return Served(fields, {SESSION: options.session, **threads})
+    return Served({"backend": "python", "default_model_filename": "model.py"}, {SESSION: options.session, **threads})
 
 
 def _in_onnxruntime(bundle: Bundle, options: Packaging) -> Served:
@@ -288,8 +287,7 @@ def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> 
     by_capability = {capability: engine for engine in engines for capability in engine.compute_capabilities}
     if unknown := [name for name in by_capability if not re.fullmatch(r"SM\d{2,}", name)]:
         raise UnavailableError(f"a plan of {bundle.path} is for {unknown[0]}, which Triton cannot select plans by")
-    profiles = {len(engine.profiles) for engine in by_capability.values()}
-    if len(profiles) > 1:
+    if len({len(engine.profiles) for engine in by_capability.values()}) > 1:
         raise UnavailableError(
             f"the plans of {bundle.path} have different numbers of profiles; package them one by one"
         )

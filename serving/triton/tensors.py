@@ -46,8 +46,7 @@ class _AsInt16:
         self._tensor = tensor
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._tensor.__dlpack_device__()
-        return device
+        return self._tensor.__dlpack_device__()  # type: ignore[no-any-return]
 
     def __dlpack__(self, **_: object) -> Any:
         return _retyped(self._tensor.__dlpack__(), INT)

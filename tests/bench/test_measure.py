@@ -24,7 +24,7 @@ from torch.export import Dim
 
 import attnforge
 from attnforge.arrays import Array
-from attnforge.bench import alone, calls, limits, throughput
+from attnforge.bench import alone, calls, limits
 from attnforge.bench import results as found
 from attnforge.bench import run as bench
 from attnforge.bench.contenders.engines import ENGINES, Setup, product_of
@@ -120,10 +120,10 @@ def test_callers_call_at_once() -> None:
             at_once -= 1
 
     case = Case(name="any", sizes={}, kind="normal", seed=0)
-    load = throughput.Load("warm up", "throughput", case, batch=5, callers=3, runs={"a": call})
+    load = calls.Load("warm up", "throughput", case, batch=5, callers=3, runs={"a": call})
     (rounds,) = load.time({}, 2, float("inf"), 0).values()
     assert most == 3
-    assert len(rounds) == throughput.ROUNDS and all(ms >= 20 / (3 * 5) for (ms,) in rounds)
+    assert len(rounds) == calls.ROUNDS and all(ms >= 20 / (3 * 5) for (ms,) in rounds)
 
 
 # --- parity first -----------------------------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ def whole(bundle: Bundle) -> found.Results:
     against, sizes = ["onnxruntime-plain"], {"batch": 2, "tokens": 33}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "measure_ceilings", quick_ceilings)
-        patch.setattr(throughput, "BURST", 0.01)
+        patch.setattr(calls, "BURST", 0.01)
         return attnforge.benchmark(bundle, ["onnxruntime-cpu"], against, sizes=sizes, rounds=3, threads=1)
 
 

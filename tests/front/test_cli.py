@@ -22,8 +22,8 @@ from onnx import numpy_helper
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from attnforge.bench import calls
 from attnforge.bench import run as measure
-from attnforge.bench import throughput
 from attnforge.bench.limits import ceilings
 from attnforge.bench.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Source, write_manifest
@@ -264,7 +264,7 @@ def test_a_backend_that_is_wrong_in_a_case_that_is_not_timed_fails_the_benchmark
     monkeypatch.setattr(
         measure, "measure_ceilings", partial(ceilings.measure_ceilings, precisions=("fp32",), seconds=0.02)
     )
-    monkeypatch.setattr(throughput, "BURST", 0.01)
+    monkeypatch.setattr(calls, "BURST", 0.01)
     module, args, shapes = build_model("vit", embed_dim=32, num_layers=1)
     made = deploy(module, args, tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)
     file = made.file(REFERENCE_OUTPUTS)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from attnforge.errors import UnavailableError
 from attnforge.model import MODELS, build_model
-from attnforge.model.data import real_data
+from attnforge.model.data import DigitsSplit, load_digits_split, real_data
 from attnforge.model.decoder import Decoder
 from attnforge.model.decoder_digits import CHARACTERS, CLASSES, END, INK, TOKENS, tokens_of
-from attnforge.model.digits import DigitsSplit, load_digits_split
 from attnforge.model.registry import DECODER_DIGITS
 from benchmarks.training import decoder_digits
 from benchmarks.training.decoder_digits import image_of, text_of

@@ -10,7 +10,7 @@ import typer
 
 from attnforge.errors import UnavailableError
 from attnforge.model import MODELS, build_model
-from attnforge.model.digits import load_digits_split
+from attnforge.model.data import load_digits_split
 from attnforge.model.patch import PatchAttentionClassifier
 from benchmarks.training import digits
 

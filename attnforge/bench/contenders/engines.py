@@ -57,8 +57,7 @@ def product_of(size: int, precision: str = "fp32") -> bytes:
     ones = helper.make_tensor("b", kind, [size, size], np.ones(size * size, np.float32))
     graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "product", [a], [c], [ones])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    data: bytes = model.SerializeToString()
-    return data
+    return bytes(model.SerializeToString())
 
 
 @functools.cache

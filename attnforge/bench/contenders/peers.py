@@ -288,15 +288,10 @@ def export_at_18(
     module: torch.nn.Module, args: tuple[Tensor, ...], shapes: Any, file: Path, outputs: list[str] | None = None
 ) -> None:
     """Write a module with torch's exporter at opset 18."""
+    module.eval()
     with quiet(), torch.no_grad(), as_written():
         program = torch.onnx.export(
-            module.eval(),
-            args,
-            output_names=outputs,
-            dynamo=True,
-            opset_version=18,
-            dynamic_shapes=shapes,
-            verbose=False,
+            module, args, output_names=outputs, dynamo=True, opset_version=18, dynamic_shapes=shapes, verbose=False
         )
     assert program is not None
     program.save(str(file))

@@ -103,8 +103,8 @@ def _nncf_file(job: PeerJob) -> Path:
     def write(file: Path) -> None:
         source, data = _fp32_file(job), _real_data(job)
         model = openvino.Core().read_model(source)
-        transformer = nncf.ModelType.TRANSFORMER
-        model = nncf.quantize(model, nncf.Dataset(data), model_type=transformer, subset_size=len(data))
+        kind = nncf.ModelType.TRANSFORMER
+        model = nncf.quantize(model, nncf.Dataset(data), model_type=kind, subset_size=len(data))
         openvino.save_model(model, file, compress_to_fp16=False)
 
     with quiet():

@@ -15,8 +15,7 @@ ON_GPU = ("onnxruntime-cuda-plain", "torch-tensorrt")
 
 def expanded(against: Iterable[str], every: Callable[[], Iterable[str]]) -> list[str]:
     """Return the names of peers, each once, with `all` replaced by the names of `every`."""
-    names = [name for given in against for name in (every() if given == "all" else [given])]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(name for given in against for name in (every() if given == "all" else [given])))
 
 
 def peers_here(precisions: Collection[str] = ()) -> list[str]:

@@ -148,8 +148,7 @@ def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
     def repeated(operand: ir.Value) -> ir.Value:
         if groups == 1:
             return operand
-        apart = op.Unsqueeze(operand, constant(op, [2]))
-        wide = op.Expand(apart, constant(op, [1, 1, groups, 1, 1]))
+        wide = op.Expand(op.Unsqueeze(operand, constant(op, [2])), constant(op, [1, 1, groups, 1, 1]))
         ends = [op.Shape(operand, start=i, end=i + 1) for i in (0, 2, 3)]
         return op.Reshape(wide, op.Concat(ends[0], constant(op, [heads]), *ends[1:], axis=0))
 

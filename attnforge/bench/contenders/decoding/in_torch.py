@@ -77,14 +77,10 @@ class OfTransformers:
             self._cache.reset()
 
     def extend(self, tokens: Array) -> Array:
-        run = self._step if tokens.shape[1] == 1 else self._model
+        run, ids = self._step if tokens.shape[1] == 1 else self._model, to_torch(tokens).to(self._model.device)
         with torch.no_grad(), as_written():
-            result = run(
-                input_ids=to_torch(tokens).to(self._model.device),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )  # the head runs on the last token only, as in its `generate`
+            # the head runs on the last token only, as in its `generate`
+            result = run(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         return to_numpy("logits", result.logits[:, -1])
 
     def mark(self) -> None:
@@ -115,12 +111,9 @@ class OfAttnforge(Counting):
 
     def __init__(self, module: Decoder, batch: int, capacity: int, is_compiled: bool) -> None:
         super().__init__()
-        capacity = min(capacity, module.sizes.max_tokens)
-        self._module, self._cache = module, module.empty_cache(batch, capacity)
-        self._logits: Callable[..., Tensor] | None = (
-            torch.compile(module.logits, dynamic=False) if is_compiled else None
-        )
-        self._batch = batch
+        self._module, self._batch = module, batch
+        self._cache = module.empty_cache(batch, min(capacity, module.sizes.max_tokens))
+        self._logits = torch.compile(module.logits, dynamic=False) if is_compiled else None
 
     def extend(self, tokens: Array) -> Array:
         ids = to_torch(tokens)
