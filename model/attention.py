@@ -54,11 +54,7 @@ def attention(
 
 
 def merge_masks(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    is_causal: bool,
-    query: Tensor,
-    key: Tensor,
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> Tensor | None:
     """Combine all given masks into one over heads, which allows what every one of them allows; None if none is given.
 

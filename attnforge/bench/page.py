@@ -159,11 +159,7 @@ TEMPLATE = "bench.html"
 
 
 def write_page(
-    results: Results,
-    path: str | os.PathLike[str],
-    *,
-    force: bool = False,
-    compared: Sequence[str] | None = None,
+    results: Results, path: str | os.PathLike[str], *, force: bool = False, compared: Sequence[str] | None = None
 ) -> None:
     """Write results to one HTML file with tables and plots.
 

@@ -58,12 +58,7 @@ class Bundle:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        check_plans: bool = True,
-        lazily: bool = False,
-        trusted: Trusted = None,
+        self, path: str | os.PathLike[str], *, check_plans: bool = True, lazily: bool = False, trusted: Trusted = None
     ) -> None:
         """Open and check the bundle at `path`.
 

@@ -62,8 +62,7 @@ for command in (models, deploy, run, generate, verify, diagnose, bench, inspect,
 
 @app.callback(invoke_without_command=True)
 def _without_command(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     terminal.begin(running=True)
     if version:

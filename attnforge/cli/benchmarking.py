@@ -27,8 +27,7 @@ _Decoding = partial(typer.Option, rich_help_panel="Decoding")
 
 def bench(
     bundle: Annotated[
-        list[Path],
-        typer.Argument(help="Bundle folders: one, or one model at several precisions.", show_default=False),
+        list[Path], typer.Argument(help="Bundle folders: one, or one model at several precisions.", show_default=False)
     ],
     backend: Backends = None,
     against: Annotated[
@@ -47,16 +46,14 @@ def bench(
     trust_source: Annotated[
         bool,
         typer.Option(
-            "--trust-source",
-            help="Allow peers to run the source code named in the manifest, with your permissions.",
+            "--trust-source", help="Allow peers to run the source code named in the manifest, with your permissions."
         ),
     ] = False,
     force: Force = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
     quick: Annotated[
-        bool,
-        _Timing("--quick", help="Measure only latency, and check outputs only on the timed inputs."),
+        bool, _Timing("--quick", help="Measure only latency, and check outputs only on the timed inputs.")
     ] = False,
     shapes: Annotated[
         list[str] | None, _Timing(help="Sizes of the dynamic dims, as name=number,name=number; repeatable.")
@@ -78,8 +75,7 @@ def bench(
         _Decoding(help="Tokens in the cache before the timed steps; repeatable (default: 128, 512, 1024)."),
     ] = None,
     prompt: Annotated[
-        list[int] | None,
-        _Decoding(help="Prompt length to time, in tokens; repeatable (default: 16, 128, 512)."),
+        list[int] | None, _Decoding(help="Prompt length to time, in tokens; repeatable (default: 16, 128, 512).")
     ] = None,
     batch: Annotated[int | None, _Decoding(help="Samples decoded at once (default: 1).")] = None,
 ) -> Answer:

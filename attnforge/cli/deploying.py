@@ -79,8 +79,7 @@ def deploy(
         bool, _Accuracy("--keep-wrong", help="Write the bundle even if no backend computes the right result.")
     ] = False,
     cache_tokens: Annotated[
-        int | None,
-        _Decoder(help="Deploy a causal model as a decoder step with a KV cache of this many tokens."),
+        int | None, _Decoder(help="Deploy a causal model as a decoder step with a KV cache of this many tokens.")
     ] = None,
     cache_precision: Annotated[
         str | None, _Decoder(help="KV-cache precision: int8, with --calibrate, and --max-error or --metric.")

@@ -54,11 +54,7 @@ MASKS: dict[Masks, str] = {
 
 
 def write_page(
-    report: Report,
-    bundle: str | os.PathLike[str] | Bundle,
-    path: str | os.PathLike[str],
-    *,
-    force: bool = False,
+    report: Report, bundle: str | os.PathLike[str] | Bundle, path: str | os.PathLike[str], *, force: bool = False
 ) -> Path:
     """Write the results of :func:`attnforge.verify` to one HTML file, with charts and maps of attention weights.
 
