@@ -87,20 +87,12 @@ def _subjects(
         elif peer is not None and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
             contender.notes.append("its start and memory are not measured: another process cannot rebuild the module")
         else:
-            yield (
-                contender,
-                alone.RunRequest(
-                    bundle=str(bundle.path.absolute()),
-                    contender=entry.name,
-                    engine="backend" if peer is None else peer.engine,
-                    file=str(peer.file(entry.job).absolute()) if peer is not None and peer.file is not None else None,
-                    sizes=case.sizes,
-                    threads=experiment.threads,
-                    folder=str(entry.job.folder.absolute()),
-                    any_sizes=peer is None or peer.any_sizes,
-                    warm=False,
-                    trust_source=experiment.trust_source,
-                    stands=str(Path.cwd()),
-                    trusted=[str(key) for key in bundle.trusted],
-                ),
-            )
+            request = alone.RunRequest(
+                bundle=str(bundle.path.absolute()), contender=entry.name,
+                engine="backend" if peer is None else peer.engine,
+                file=str(peer.file(entry.job).absolute()) if peer is not None and peer.file is not None else None,
+                sizes=case.sizes, threads=experiment.threads, folder=str(entry.job.folder.absolute()),
+                any_sizes=peer is None or peer.any_sizes, warm=False, trust_source=experiment.trust_source,
+                stands=str(Path.cwd()), trusted=[str(key) for key in bundle.trusted],
+            )  # fmt: skip
+            yield contender, request
