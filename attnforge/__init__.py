@@ -112,16 +112,9 @@ def load(
 
         bundle, trusted = rebuilt(bundle, backend, device, trusted=trusted), None
     return session.load(
-        bundle,
-        backend,
-        module=module,
-        threads=threads,
-        device=device,
-        contexts=contexts,
-        graphs=graphs,
-        cache=cache,
+        bundle, backend, module=module, threads=threads, device=device, contexts=contexts, graphs=graphs, cache=cache,
         trusted=trusted,
-    )
+    )  # fmt: skip
 
 
 def run(

@@ -287,17 +287,10 @@ def transformer_encoder(
     max_batch: int = 8,
 ) -> Example:
     module = TransformerEncoder(
-        num_layers,
-        embed_dim,
-        num_heads,
-        activation=activation,
-        norm_first=norm_first,
-        vocab_size=vocab_size,
-        max_length=MAX_TOKENS,
-        positions=None if positions == "none" else positions,
-        final_norm=norm_first,
+        num_layers, embed_dim, num_heads, activation=activation, norm_first=norm_first, vocab_size=vocab_size,
+        max_length=MAX_TOKENS, positions=None if positions == "none" else positions, final_norm=norm_first,
         is_causal=is_causal,
-    )
+    )  # fmt: skip
     ids, dims = token_ids(vocab_size, num_tokens, MAX_TOKENS, batch_size, max_batch)
     shapes: DynamicShapes = {"tokens": dims, "key_padding_mask": dims}
     return Example(module, (ids, padding(num_tokens, batch_size)), shapes)
@@ -323,20 +316,9 @@ def decoder(
     max_batch: int = 8,
 ) -> Example:
     sizes = DecoderSizes(
-        vocab_size,
-        embed_dim,
-        num_heads,
-        num_layers,
-        max_tokens,
-        num_kv_heads,
-        positions=positions,
-        norm=norm,
-        feed_forward=feed_forward,
-        bias=bias,
-        window=window or None,
-        soft_cap=soft_cap or None,
-        tied=tied,
-    )
+        vocab_size, embed_dim, num_heads, num_layers, max_tokens, num_kv_heads, positions=positions, norm=norm,
+        feed_forward=feed_forward, bias=bias, window=window or None, soft_cap=soft_cap or None, tied=tied,
+    )  # fmt: skip
     ids, dims = token_ids(vocab_size, num_tokens, max_tokens, batch_size, max_batch)
     return Example(Decoder(sizes), (ids,), {"input_ids": dims})
 

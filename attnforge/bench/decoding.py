@@ -105,19 +105,11 @@ def measure_decoding(
         job = PeerJob(bundle, {spec.name: ids}, experiment.threads, folder, experiment.module, experiment.trust_source)
         truth = ReferenceLogits.of(experiment, job)
         results = DecodingResults(
-            **run_of,
-            model=manifest.name,
-            precision=manifest.precision,
-            source=source_text(manifest.source),
-            batch=batch,
-            places=decoding.places,
-            steps=STEPS,
-            contexts=contexts,
-            prompts=prompts if experiment.memory else [],
-            rounds=experiment.rounds,
-            openings=len(experiment.shares),
+            **run_of, model=manifest.name, precision=manifest.precision, source=source_text(manifest.source),
+            batch=batch, places=decoding.places, steps=STEPS, contexts=contexts,
+            prompts=prompts if experiment.memory else [], rounds=experiment.rounds, openings=len(experiment.shares),
             held_to="float64" if truth.is_float64 else "eager",
-        )
+        )  # fmt: skip
         copies = _copies(job, contexts) if experiment.memory else {}
         workloads: list[Workload[Stepper]] = []
         for before, context in zip([0, *contexts], contexts, strict=False):

@@ -322,9 +322,7 @@ def _points(results: Results) -> list[Point]:
 
 def _roofline_in_words(ceilings: Ceilings, points: Sequence[Point]) -> str:
     roofs = ", ".join(f"{rounded(flops / 1e9)} GFLOP/s in {name}" for name, flops in ceilings.flops.items())
-    best: dict[tuple[str, str], Point] = {}
-    for point in sorted(points, key=lambda point: point.rate):
-        best[point.model.name, point.contender.precision] = point
+    best = {(point.model.name, point.contender.precision): point for point in sorted(points, key=lambda p: p.rate)}
     rows = [
         f"{model.name} has {rounded(x, 2)} operations per byte; its fastest contender is {contender.key} at "
         f"{rounded(y)} GFLOP/s"

@@ -211,15 +211,11 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         if experiment.cases:
             check_all_cases(experiment, baselines, pairs)
     model = Model(
-        name=manifest.name,
-        sizes=case.sizes,
+        name=manifest.name, sizes=case.sizes,
         inputs={spec.name: f"{spec.dtype}{list(reference.shape_of(spec, case.sizes))}" for spec in manifest.inputs},
-        rounds=sum(raced.openings),
-        deployed=[_deployed(bundle) for bundle in experiment.bundles],
-        contenders=contenders,
-        wrong=raced.wrong,
-        skipped=skipped,
-    )
+        rounds=sum(raced.openings), deployed=[_deployed(bundle) for bundle in experiment.bundles],
+        contenders=contenders, wrong=raced.wrong, skipped=skipped,
+    )  # fmt: skip
     if ceilings is not None:
         _compare_with_limits(experiment.bundles, model, ceilings)
     return model

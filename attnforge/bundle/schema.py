@@ -554,7 +554,7 @@ class Manifest(StoredRecord):
         metric: name of the task metric on the cases of real data.
         least: minimum value of the metric.
         max_eager_error: relative error of eager on ordinary inputs above which parity cannot be judged; None for
-            :data:`attnforge.runtime.parity.budget.UNPROVED`.
+            :data:`attnforge.runtime.parity.verify.UNPROVED`.
         choice: which backend was measured as fastest, and where; None if there was nothing to choose.
         wrong: why no backend computes what the model does, in a bundle that was kept all the same; else None.
         seconds: time of every stage of deploying.

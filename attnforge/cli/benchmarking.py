@@ -119,23 +119,12 @@ def bench(
     benchmark: Callable[..., Results | DecodingResults] = attnforge.benchmark
     with stages_shown(as_json) as progress:
         results = benchmark(
-            bundle,
-            backend,
-            () if against == ["none"] else against,
-            sizes=[options.sizes(text) for text in shapes or ()] or None,
-            decode=decode,
-            contexts=context,
-            prompts=prompt,
-            batch=batch,
-            rounds=rounds,
-            openings=openings,
-            threads=threads,
-            quick=quick,
-            trust_source=trust_source,
-            trusted=trusted,
-            command=f"attnforge {shlex.join(sys.argv[1:])}",
+            bundle, backend, () if against == ["none"] else against,
+            sizes=[options.sizes(text) for text in shapes or ()] or None, decode=decode, contexts=context,
+            prompts=prompt, batch=batch, rounds=rounds, openings=openings, threads=threads, quick=quick,
+            trust_source=trust_source, trusted=trusted, command=f"attnforge {shlex.join(sys.argv[1:])}",
             progress=progress,
-        )
+        )  # fmt: skip
     if out_file is not None:
         files.write(results, out_file)
     document, compared = results.model_dump(mode="json"), list[str]()

@@ -118,34 +118,15 @@ def deploy(
     with stages_shown(as_json) as progress:
         try:
             bundle = deploy_model(
-                model,
-                None,
-                out_folder,
-                ranges(dim, "--dim"),
-                precision,
-                target,
-                model_options=pairs(option) | ({"random_weights": "true"} if random_weights else {}),
-                weights=weights,
-                own_data=data,
-                compute_capabilities=compute_capability or (),
+                model, None, out_folder, ranges(dim, "--dim"), precision, target,
+                model_options=pairs(option) | ({"random_weights": "true"} if random_weights else {}), weights=weights,
+                own_data=data, compute_capabilities=compute_capability or (),
                 profiles=[ranges(text.split(","), "--profile") for text in profile or ()],
-                attention_precision=attention_precision,
-                require_fused=require_fused or (),
-                data=archives(calibrate or ()),
-                metric=metric,
-                least=least,
-                max_error=max_error,
-                tune=tune,
-                force=force,
-                cache=cache,
-                trust_source=trust_source,
-                cache_tokens=cache_tokens,
-                cache_precision=cache_precision,
-                tokenizer=tokenizer,
-                max_eager_error=max_eager_error,
-                keep_wrong=keep_wrong,
-                progress=progress,
-            )
+                attention_precision=attention_precision, require_fused=require_fused or (),
+                data=archives(calibrate or ()), metric=metric, least=least, max_error=max_error, tune=tune, force=force,
+                cache=cache, trust_source=trust_source, cache_tokens=cache_tokens, cache_precision=cache_precision,
+                tokenizer=tokenizer, max_eager_error=max_eager_error, keep_wrong=keep_wrong, progress=progress,
+            )  # fmt: skip
         except UnfusedError as error:
             if not as_json:
                 printing.print_sites(error.certificate)

@@ -88,7 +88,8 @@ def coverage(make: Callable[[], Example]) -> dict[str, Any]:
         counts: dict[str, Any] = {"sites": len(sites), "canonical": sum(site.node is not None for site in sites)}
         refused: dict[str, str] = {}
         for column, count in ways.items():
-            refusals = AttnforgeError if column.startswith("tensorrt_rtx") else Exception  # third-party tools raise anything
+            # third-party tools raise anything
+            refusals = AttnforgeError if column.startswith("tensorrt_rtx") else Exception
             try:
                 counts[column] = count()
             except refusals as error:

@@ -101,20 +101,10 @@ class Large:
         wanted = capabilities(self.device.run.results) if wanted is None else wanted
         with Builders() as builders:
             job = Job(
-                out=folder,
-                folder=folder,
-                shelf=Shelf(folder),
-                reuse=Reuse(DeployCache(None), folder),
-                builders=builders,
-                model=model,
-                sites=self.sites,
-                inputs=_fixed(captured.inputs, model.graph.inputs),
-                precision=captured.precision,
-                attention=None,
-                measuring=0.0,
-                compute_capabilities=wanted,
-                profiles=(),
-            )
+                out=folder, folder=folder, shelf=Shelf(folder), reuse=Reuse(DeployCache(None), folder),
+                builders=builders, model=model, sites=self.sites, inputs=_fixed(captured.inputs, model.graph.inputs),
+                precision=captured.precision, attention=None, measuring=0.0, compute_capabilities=wanted, profiles=(),
+            )  # fmt: skip
 
             def build(target: str) -> Built:
                 return TARGETS[target](job, Silent())(Steps(None))
@@ -126,17 +116,12 @@ class Large:
             here = compute_capability(self.device.settings.device)
             built["tensorrt_rtx"].record.engines[0].compute_capabilities = [here]
         manifest = Manifest(
-            name=type(captured.module).__name__,
-            precision=captured.precision.name,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            tools=tool_versions(),
-            source=Source(kind="module", name=type(captured.module).__qualname__),
-            inputs=job.inputs,
-            outputs=_fixed(captured.outputs, model.graph.outputs),
-            attention=certify(self.sites, built),
-            targets={target: result.record for target, result in built.items()},
-            cases=[],
-        )
+            name=type(captured.module).__name__, precision=captured.precision.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"), tools=tool_versions(),
+            source=Source(kind="module", name=type(captured.module).__qualname__), inputs=job.inputs,
+            outputs=_fixed(captured.outputs, model.graph.outputs), attention=certify(self.sites, built),
+            targets={target: result.record for target, result in built.items()}, cases=[],
+        )  # fmt: skip
         write_manifest(folder, manifest)
         item.values |= {f"fused by {name}": count for name, count in manifest.attention.fused.items()}
         return Bundle(folder)

@@ -65,10 +65,6 @@ COARSE = 10
 FAR_OFF = 10
 """Maximum ratio of eager's error to the floor, above which its precision is reported to drift."""
 
-UNPROVED = 0.1
-"""Relative error of eager, in the median of ordinary cases, beyond which nothing is proved unless another limit was
-set: a backend's error might be twice as large. `docs/concepts/parity.md` lists eager's errors on ordinary models."""
-
 HANDFUL = 16
 """Outputs of fewer elements than this may be near zero by chance, and eager right by chance."""
 

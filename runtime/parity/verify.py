@@ -37,15 +37,7 @@ from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, chosen_here, why_not_unasked
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.parity.budget import (
-    FAR_OFF,
-    UNPROVED,
-    Allowed,
-    budget_precision,
-    incomparable,
-    judge,
-    relative_error,
-)
+from attnforge.runtime.parity.budget import FAR_OFF, Allowed, budget_precision, incomparable, judge, relative_error
 from attnforge.runtime.parity.comparison import QUANTILES, Comparison, Element
 from attnforge.runtime.parity.metrics import MeasuredMetric, Metric, MetricReport, chosen_metric
 from attnforge.runtime.session import load
@@ -435,6 +427,11 @@ def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Com
     return [closest]
 
 
+UNPROVED = 0.1
+"""Relative error of eager, in the median of ordinary cases, beyond which nothing is proved unless another limit was
+set: a backend's error might be twice as large. `docs/concepts/parity.md` lists eager's errors on ordinary models."""
+
+
 def unproved(manifest: Manifest, cases: Sequence[Case], references: References) -> str | None:
     """Why nothing is proved for some output, whatever a backend's result: it has no finite element in these cases, or
     on ordinary inputs eager itself is far from float64, and a backend's error may be twice as large. The median of
@@ -443,7 +440,7 @@ def unproved(manifest: Manifest, cases: Sequence[Case], references: References) 
 
     Args:
         manifest: the bundle's manifest; its author may have set another limit than
-            :data:`~attnforge.runtime.parity.budget.UNPROVED`.
+            :data:`UNPROVED`.
         cases: the cases that are to prove something.
         references: the outputs of eager and float64.
     """

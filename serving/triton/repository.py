@@ -166,17 +166,11 @@ def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging)
     max_batch = most if options.max_batch is None else min(most, options.max_batch)
     warmups, arrays = _warmups(bundle, batch if max_batch else None, max_batch)
     model = PackagedModel(
-        name=name,
-        version=options.version,
-        backend=options.backend,
-        folder=str(repository.target / name / str(options.version)),
-        max_batch=max_batch,
-        apart=apart,
-        preferred=list(preferred),
-        measured=measured,
-        warmups=[warmup["name"] for warmup in warmups],
+        name=name, version=options.version, backend=options.backend,
+        folder=str(repository.target / name / str(options.version)), max_batch=max_batch, apart=apart,
+        preferred=list(preferred), measured=measured, warmups=[warmup["name"] for warmup in warmups],
         kept=name in repository.existing,
-    )
+    )  # fmt: skip
     return Planned(model, bundle, _config(model, bundle.manifest, served, warmups, options), served.files, arrays)
 
 
