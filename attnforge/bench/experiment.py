@@ -136,11 +136,9 @@ def new_run(command: str, threads: int) -> dict[str, Any]:
         command: command that reproduces the results.
         threads: number of threads of every CPU contender.
     """
-    governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    try:
-        clock = governor.read_text(encoding="ascii").strip()
-    except OSError:
-        clock = "not reported by the system"
+    clock = "not reported by the system"
+    with contextlib.suppress(OSError):
+        clock = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text(encoding="ascii").strip()
     surroundings = Environment(
         machine=this_machine(), versions=tool_versions(), threads=threads, governor=clock, load_before=load_now()
     )

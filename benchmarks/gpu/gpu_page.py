@@ -41,16 +41,13 @@ def page(results: GpuResults) -> str:
         "Failures": _failures(results) or ["Nothing."],
         "Skipped or left out": ["\n".join(_left_out(results)) or "Nothing."],
     }
-    parts = ["# attnforge on a GPU", _head(results)]
+    versions = ", ".join(f"{key} {value}" for key, value in results.machine.items() if key != "device")
+    spent = f"{results.seconds:.0f} of {results.budget_seconds:.0f} s"
+    where = f"{results.machine.get('device', 'no device')}; {versions}"
+    parts = ["# attnforge on a GPU", where, f"`{results.command}`, {results.date}, {spent}"]
     for title, texts in sections.items():
         parts += [f"## {title}", *texts] if texts else []
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _head(results: GpuResults) -> str:
-    of = ", ".join(f"{key} {value}" for key, value in results.machine.items() if key != "device")
-    spent = f"{results.seconds:.0f} of {results.budget_seconds:.0f} s"
-    return f"{results.machine.get('device', 'no device')}; {of}\n\n`{results.command}`, {results.date}, {spent}"
 
 
 def _environment(step: StepResult) -> list[str]:

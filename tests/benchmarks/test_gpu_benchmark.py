@@ -40,7 +40,7 @@ from benchmarks.gpu import (
     timings,
 )
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.lean.opset17 import convert
+from benchmarks.gpu.lean.plans import convert
 from benchmarks.gpu.parity import judged
 from benchmarks.gpu.running import LOST, GpuRun, read, step, write
 from benchmarks.gpu.steps import (

@@ -30,7 +30,7 @@ from attnforge.export.lowering.onnxruntime import GROUP_QUERY, HEAD_AFTER_HEAD, 
 from attnforge.model import build_model
 from attnforge.model.attention import attention
 from attnforge.report import attention_maps as looking
-from attnforge.report import error_charts, map_pictures
+from attnforge.report import attention_section, error_charts
 from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid
 from attnforge.report.render import check_page, error
 from attnforge.report.verify_page import KINDS, MASKS, write_page
@@ -383,11 +383,11 @@ def test_patches_of_an_image() -> None:
 
 
 def test_maps_of_many_tokens_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(map_pictures, "MOST_CELLS", 2)
+    monkeypatch.setattr(attention_section, "MOST_CELLS", 2)
     values = np.array([[1.0, 3, 5, 7, 9], [1, 3, 5, 7, 9], [-8, 0, 0, 0, 0]])
-    np.testing.assert_allclose(map_pictures.pooled(values), np.array([[3, 8], [-8 / 3, 0]]))
-    np.testing.assert_allclose(map_pictures.pooled(values, extreme=True), [[5, 9], [-8, 0]])
-    np.testing.assert_array_equal(map_pictures.pooled(values[:2, :2]), values[:2, :2])
+    np.testing.assert_allclose(attention_section.pooled(values), np.array([[3, 8], [-8 / 3, 0]]))
+    np.testing.assert_allclose(attention_section.pooled(values, extreme=True), [[5, 9], [-8, 0]])
+    np.testing.assert_array_equal(attention_section.pooled(values[:2, :2]), values[:2, :2])
 
 
 def test_charts_bear_what_a_report_may_hold() -> None:
@@ -399,7 +399,7 @@ def test_charts_bear_what_a_report_may_hold() -> None:
     infinite = Comparison(case="lost", error=1.0, budget=1e-3, passed=False, **of_number)  # type: ignore[arg-type]
     for marks in ([exact], [exact, infinite], [infinite]):
         assert error_charts.by_case("b", marks, "alt").height > 100
-    gone = map_pictures.heatmap(np.full((3, 4), np.nan), 0.0, "alt")
+    gone = attention_section.heatmap(np.full((3, 4), np.nan), 0.0, "alt")
     assert gone.src.startswith("data:image/png;base64,")
 
 
