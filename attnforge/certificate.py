@@ -175,10 +175,7 @@ class Certificate(Record):
             if (reason := site.why_unfused(target)) is not None
         ]
         return cls(
-            sites=len(details),
-            canonical=sum(site.canonical for site in details),
-            fused={target: sum(site.is_fused(target) for site in details) for target in targets},
-            unfused=unfused,
-            details=details,
-            other_softmaxes=dict(other_softmaxes or {}),
-        )
+            sites=len(details), canonical=sum(site.canonical for site in details),
+            fused={target: sum(site.is_fused(target) for site in details) for target in targets}, unfused=unfused,
+            details=details, other_softmaxes=dict(other_softmaxes or {}),
+        )  # fmt: skip

@@ -231,15 +231,9 @@ class VisionTransformer(nn.Module):
         self.embedding = nn.Linear(channels * patch_size**2, embed_dim)
         self.class_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.encoder = TransformerEncoder(
-            num_layers,
-            embed_dim,
-            num_heads,
-            activation="gelu",
-            norm_first=True,
-            max_length=num_patches + 1,
-            positions="learned",
-            final_norm=True,
-        )
+            num_layers, embed_dim, num_heads, activation="gelu", norm_first=True, max_length=num_patches + 1,
+            positions="learned", final_norm=True,
+        )  # fmt: skip
         self.head = nn.Linear(embed_dim, num_classes)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -68,14 +68,11 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
             break
     milliseconds = {name: round(mean(times[name] for times in timings), 4) for name in able if name not in dropped}
     return Choice(
-        machine=this_machine(),
-        versions=versions(libraries_of(able)),
+        machine=this_machine(), versions=versions(libraries_of(able)),
         sizes=next(case.sizes for case in bundle.manifest.cases if case.kind == "example"),
-        picked=next(iter(fastest_first(milliseconds, bundle.manifest)), None),
-        milliseconds=milliseconds,
-        dropped=dropped,
-        seconds=round(time.perf_counter() - start, 3),
-    )
+        picked=next(iter(fastest_first(milliseconds, bundle.manifest)), None), milliseconds=milliseconds,
+        dropped=dropped, seconds=round(time.perf_counter() - start, 3),
+    )  # fmt: skip
 
 
 def why_dropped(

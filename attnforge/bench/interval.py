@@ -51,13 +51,10 @@ def latency_of(rounds: Rounds, openings: Sequence[int] = ()) -> Latency:
     calls = np.concatenate(_checked(rounds))
     return Latency(
         rounds=[[float(call) for call in calls_of_round] for calls_of_round in rounds],
-        openings=list(openings) if len(openings) > 1 else [],
-        median=_interval(openings, rounds),
-        min=float(calls.min()),
-        p90=float(np.percentile(calls, 90)),
-        p99=float(np.percentile(calls, 99)),
+        openings=list(openings) if len(openings) > 1 else [], median=_interval(openings, rounds),
+        min=float(calls.min()), p90=float(np.percentile(calls, 90)), p99=float(np.percentile(calls, 99)),
         samples=calls.size,
-    )
+    )  # fmt: skip
 
 
 def ratio_of(rounds_a: Rounds, rounds_b: Rounds, openings: Sequence[int] = ()) -> Interval:

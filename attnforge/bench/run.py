@@ -69,25 +69,12 @@ def benchmark(
 
 @guessable()
 def benchmark(
-    bundle: Bundles,
-    backends: Sequence[str] | None = None,
-    against: Sequence[str] | None = (),
-    *,
-    sizes: Sizes = None,
-    decode: bool = False,
-    contexts: Sequence[int] | None = None,
-    prompts: Sequence[int] | None = None,
-    batch: int | None = None,
-    rounds: int = ROUNDS,
-    openings: int | None = None,
-    threads: int | None = None,
-    module: Any = None,
-    quick: bool = False,
-    trust_source: bool = False,
-    trusted: Trusted = None,
-    command: str = "attnforge.benchmark(…)",
-    progress: StageCallback = lambda stage: None,
-) -> Results | DecodingResults:
+    bundle: Bundles, backends: Sequence[str] | None = None, against: Sequence[str] | None = (), *, sizes: Sizes = None,
+    decode: bool = False, contexts: Sequence[int] | None = None, prompts: Sequence[int] | None = None,
+    batch: int | None = None, rounds: int = ROUNDS, openings: int | None = None, threads: int | None = None,
+    module: Any = None, quick: bool = False, trust_source: bool = False, trusted: Trusted = None,
+    command: str = "attnforge.benchmark(…)", progress: StageCallback = lambda stage: None,
+) -> Results | DecodingResults:  # fmt: skip
     """Measure a bundle's backends, and peers if requested, in one run.
 
     Args:

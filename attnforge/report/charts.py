@@ -86,13 +86,10 @@ def legend_above(figure: Figure, handles: Sequence[Any], most: int = 6) -> None:
     longest = max(map(len, labels), default=0)
     fits_in_a_row = sum(len(label) + 5 for label in labels) <= 72
     figure.legend(
-        handles=list(handles),
-        loc="outside upper left",
-        ncols=max(1, min(most, len(labels) if fits_in_a_row else int(72 / (longest + 6)))),
-        handlelength=1.4,
-        handletextpad=0.5,
-        columnspacing=1.3,
-    )
+        handles=list(handles), loc="outside upper left",
+        ncols=max(1, min(most, len(labels) if fits_in_a_row else int(72 / (longest + 6)))), handlelength=1.4,
+        handletextpad=0.5, columnspacing=1.3,
+    )  # fmt: skip
 
 
 # --- axes -------------------------------------------------------------------------------------------------------------
