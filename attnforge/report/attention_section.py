@@ -1,5 +1,5 @@
-"""The attention section of a verification page: maps of eager, of the deployed model and of their difference, also over
-the image if the keys are its patches."""
+"""The attention section of a verification page: errors of weights, and pictures of maps over queries and keys: of
+eager, of the deployed model and of their difference, also of one query over the image if the keys are its patches."""
 
 from __future__ import annotations
 
@@ -97,12 +97,15 @@ def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[Mea
 
 def _measure(maps: SiteMaps) -> MeasuredSite:
     truth = maps.eager if maps.exact is None else maps.exact
+    heads, queries, keys = maps.eager.shape
     return MeasuredSite(
         maps.site,
         maps.form,
         maps.is_held,
         maps.samples,
-        *maps.eager.shape,
+        heads,
+        queries,
+        keys,
         deployed_off=float(_largest_by_head(maps.deployed - truth).max(initial=0)),
         eager_off=float(_largest_by_head(maps.eager - truth).max(initial=0)) if maps.exact is not None else None,
         not_finite=int((~np.isfinite(maps.deployed)).sum()),

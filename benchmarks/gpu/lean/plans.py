@@ -1,4 +1,4 @@
-"""Plans of TensorRT 8.6 in bundles, and the session on TensorRT 10's lean runtime."""
+"""Plans of TensorRT 8.6 in bundles, their models in opset 17, and the session on TensorRT 10's lean runtime."""
 
 from __future__ import annotations
 
