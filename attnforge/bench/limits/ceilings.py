@@ -59,11 +59,10 @@ def measure_ceilings(
     with ExitStack() as stack:
         with_threads(threads, stack)
         best = {precision: _fastest_product(precision, threads, seconds) for precision in precisions}
-        source, target = torch.ones(2, COPIED // 4)
         return Ceilings(
             threads=threads,
             flops={precision: rate for precision, (rate, _) in best.items()},
-            bandwidth=_rate(partial(target.copy_, source), 2 * COPIED, seconds),
+            bandwidth=_copy_rate(seconds),
             exponentials=_exponential_rate(threads, seconds),
             by={precision: library for precision, (_, library) in best.items()},
         )
@@ -86,6 +85,11 @@ def _product_rate(make: Callable[[int, int], Product | None], threads: int, seco
             break
         best = max(best, _rate(product, flops, left / (len(PRODUCT_SIZES) - i)))
     return best
+
+
+def _copy_rate(seconds: float) -> float:
+    source, target = torch.ones(2, COPIED // 4)
+    return _rate(partial(target.copy_, source), 2 * COPIED, seconds)
 
 
 def _exponential_rate(threads: int, seconds: float) -> float:
