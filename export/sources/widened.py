@@ -7,7 +7,7 @@ parameters needs no second copy in double. Casts to other floating-point types o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +53,7 @@ SUMS: Mapping[Any, Callable[..., int]] = {
     aten.cumsum: lambda x, dim, *rest: x.shape[dim] if x.dim() else 1,
     aten.convolution: lambda x, weight, *rest: weight[0].numel(),
     aten.scaled_dot_product_attention: lambda query, key, *rest: key.shape[-2],
+    aten.native_batch_norm: lambda x, *rest: x.numel() // x.shape[1] if rest[4] else 0,
     aten.native_group_norm: lambda x, *rest: x.numel() // max(rest[2] * rest[5], 1),
     aten.native_layer_norm: lambda _, sizes, *rest: math.prod(sizes),
 }
@@ -63,6 +64,9 @@ REDUCTIONS = CENTRED | {
     *(aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d),
 }
 """Operators whose terms are the elements that each element of the result is computed from."""
+
+TRANSFORMS = {aten._fft_c2c, aten._fft_c2r, aten._fft_r2c}
+"""Fourier transforms, each number of which is a sum of all, most of which cancel if they are equal."""
 
 UNINITIALISED = {
     *(aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -280,7 +284,9 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     root mean square, over the number of terms, of the error of equal numbers that are added one by one. Sums of terms
     that differ err by less, since their roundings cancel; but below the normal range each term is rounded to a multiple
     of the smallest number. A variance does not change with the mean that it subtracts, so its operand's elements move
-    instead, by up to a quarter for each term, the largest such error of a mean.
+    instead, by up to a quarter for each term, the largest such error of a mean. By as much moves the mean that a
+    channel subtracts which is normalised on its own, where equal numbers leave nothing else. The results of a Fourier
+    transform, most of which are zero then, move by as much as their root mean square would.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -290,14 +296,29 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results, packet = func(*args, **(kwargs or {})), func.overloadpacket
         result = results[0] if isinstance(results, tuple) else results
+        if packet in TRANSFORMS:
+            return self._transformed(args[0], args[1], result)
         if (packet not in SUMS and packet not in REDUCTIONS) or not result.is_floating_point() or not result.numel():
             return results
         terms = SUMS[packet](*args) if packet in SUMS else args[0].numel() // result.numel()
         if packet in CENTRED:  # which do not change with the mean that is subtracted
             return func(args[0] * (1 + UNIT * (1 + terms / 4) * self._drawn(args[0])), *args[1:], **(kwargs or {}))
+        if packet is aten.native_batch_norm and not terms:  # by running statistics
+            return results
+        if packet is aten.native_batch_norm or (packet is aten.native_group_norm and args[4] == args[6]):
+            weight, like = 1.0 if args[1] is None else args[1], (-1, result.shape[1], *[1] * (result.dim() - 2))
+            moved = results[1] * UNIT * (1 + terms / 4) * self._drawn(results[1]) * results[2]
+            result.add_((moved.unflatten(-1, (-1, result.shape[1])) * weight).reshape(like))
         result.mul_(1 + UNIT * (self._rng.choice([-1, 1]) * terms / 6 + self._drawn(result)))
         result.add_(self._drawn(result) * (result != 0), alpha=LEAST_STEP * math.sqrt(terms))
         return results
+
+    def _transformed(self, x: Tensor, dims: Sequence[int], result: Tensor) -> Tensor:
+        terms = math.prod(max(x.shape[dim], result.shape[dim]) for dim in dims)
+        size = torch.linalg.vector_norm(result, dim=dims, keepdim=True) / math.sqrt(terms)
+        drawn = torch.complex(self._drawn(result), self._drawn(result))
+        moved = result * (1 + UNIT * self._rng.choice([-1, 1]) * terms / 6) + UNIT * (1 + terms / 6) * size * drawn
+        return moved if result.is_complex() else moved.real
 
     def _drawn(self, like: Tensor) -> Tensor:
         return torch.from_numpy(self._rng.uniform(-1, 1, like.shape))
