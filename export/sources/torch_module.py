@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
 from attnforge.runtime.backends.eager import (
+    apart,
     as_written,
     at_precision,
     outputs_of,
@@ -45,6 +47,8 @@ from attnforge.runtime.backends.eager import (
     torch_dtype,
 )
 from attnforge.runtime.backends.uncompiled import traced
+
+log = logging.getLogger("attnforge")
 
 DynamicShapes = Mapping[str, Any] | Sequence[Any] | None
 
@@ -152,14 +156,11 @@ def capture(
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         uncalled = at_precision(copied, precision)
         answers, ran = _answers(copied, uncalled, cast, precision)
-        for name, arg in zip(names, cast, strict=True):
-            if name in answers and not _is_same(answers[name], arg):
-                raise CaptureError(
-                    f"{type(module).__name__} returns {name!r}, which is an input too; rename one of them"
-                )
         is_dynamic = any(isinstance(dim, DimSpec) for declared in dims.values() for dim in declared)
         called = at_precision(copied, precision)  # torch replaces the containers of what it exports
         program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers), in_signature)
+    for name in (name for name in names if apart(name) in answers):
+        log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, apart(name))
     model = program.model
     for value, name in zip(model.graph.outputs, answers, strict=True):
         value.name = name  # a value that is returned twice has the last of its names
@@ -176,6 +177,7 @@ def capture(
             dim.min = dim.min or dim.factor
     inputs = []
     for value, name, arg in zip(model.graph.inputs, names, cast, strict=True):
+        value.name = name  # one that is returned as it is has the name of an output
         _check_symbolic(value, dims[name])
         inputs.append(spec_of(value, dims[name]))
         note_example(inputs[-1], to_numpy(name, arg))

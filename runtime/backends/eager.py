@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import extract_tb
@@ -144,7 +144,7 @@ def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) ->
     """
     try:
         with interpreted():
-            return named_outputs(module(*args))
+            return named_outputs(module(*args), [*inspect.signature(module.forward).parameters][: len(args)])
     except (CaptureError, MemoryError):
         raise
     except Exception as error:
@@ -229,9 +229,18 @@ def _tf32(tensor: Tensor) -> Tensor:
     return torch.where(rounded.isfinite(), rounded, tensor)
 
 
-def named_outputs(result: Any) -> dict[str, Tensor]:
+def apart(name: str) -> str:
+    """The name in a bundle of an output that the module gives the name of an input."""
+    return f"{name}_out"
+
+
+def named_outputs(result: Any, inputs: Collection[str]) -> dict[str, Tensor]:
     """The tensors that a module returned, by their names as a bundle's outputs; of a dataclass, its fields that are not
     None.
+
+    Args:
+        result: what the module returned.
+        inputs: names of its arguments.
 
     Raises:
         CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors, or a bundle cannot
@@ -247,6 +256,7 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     else:
         items = [*result] if isinstance(result, tuple | list) else [result]
         names = ["output"] if len(items) == 1 else [f"output_{i}" for i in range(len(items))]
+    names = [apart(name) if name in inputs else name for name in names]
     for i, name in enumerate(names):
         if not 0 < len(name) <= LONGEST_NAME or CONTROL.search(name) or name in names[:i]:
             raise CaptureError(

@@ -172,7 +172,7 @@ def torch_runner(module: Callable[..., Any], precision: Precision, device: str =
         tensors = [to_torch(array).to(device, copy=True) for array in feeds.values()]  # a module may write to them
         with torch.no_grad(), as_written():
             result = module(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors))
-        return {name: to_numpy(name, value) for name, value in named_outputs(result).items()}
+        return {name: to_numpy(name, value) for name, value in named_outputs(result, feeds).items()}
 
     return run_module
 

@@ -230,10 +230,14 @@ class Renames(nn.Module):
         return {"y": y, "x": x + y}
 
 
-def test_an_output_has_the_name_of_an_input() -> None:
-    x = torch.randn(2, 8)
-    with pytest.raises(CaptureError, match="Renames returns 'x', which is an input too; rename one of them"):
-        capture(Renames(), (x, x.sin()), None, precision_named("fp32"))
+def test_an_output_has_the_name_of_an_input(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    captured = capture(Renames(), (x, y), None, precision_named("fp32"))
+    assert caplog.messages == [f"Renames has an input {n!r}: the output of that name is '{n}_out'" for n in "xy"]
+    assert [spec.name for spec in captured.inputs] == ["x", "y"]
+    for outputs in (captured.eager(captured.example), captured.exact(captured.example)):
+        assert [*outputs] == [spec.name for spec in captured.outputs] == ["y_out", "x_out"]
+        torch.testing.assert_close(torch.from_numpy(outputs["x_out"]).float(), x + y)
 
 
 def test_a_distributed_module_is_its_own() -> None:
