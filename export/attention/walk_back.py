@@ -159,7 +159,8 @@ def walk_to_product(position: Position, steps: ScoreSteps | None = None) -> Scor
             node = position.value.producer()
             if node is None:
                 raise NotAttention("the scores are an input of the graph, not a product of a query and a key")
-            only_user(position, "scores")
+            if not _feeds_softmaxes(position.value):
+                only_user(position, "scores")
             steps = replace(steps, path=(*steps.path, node.op_type))
             if is_product(node):
                 return _from_product(node, position, steps)
@@ -176,6 +177,16 @@ def walk_to_product(position: Position, steps: ScoreSteps | None = None) -> Scor
                 position, steps = _past(node, position, steps)
     except (NotAttention, LayoutError) as error:
         return Ended(str(error), steps.path)
+
+
+def _feeds_softmaxes(value: ir.Value) -> bool:
+    """Whether only softmaxes read scores, through views and single operators: each site then has a product of its own,
+    as where one product serves attention in both directions."""
+    readers = {use.node for use in value.uses() if use.node.op_type != "Shape"}
+    return not value.is_graph_output() and all(
+        is_op(node, "Softmax") or ((is_view(node) or is_op(node, *_HANDLERS)) and _feeds_softmaxes(node.outputs[0]))
+        for node in readers
+    )
 
 
 def both_computed(scores: Scores | Ended) -> bool:

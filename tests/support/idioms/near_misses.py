@@ -28,7 +28,7 @@ def scores_are_an_output(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 def scores_used_twice(query: Tensor, key: Tensor, value: Tensor) -> Any:
     scores = query @ key.mT * SCALE
-    return scores.softmax(-1) @ value + (2 * scores).softmax(-1) @ value.sin()
+    return scores.softmax(-1) @ value + scores.amax(-1, keepdim=True)
 
 
 def softmax_over_queries(query: Tensor, key: Tensor, value: Tensor) -> Any:

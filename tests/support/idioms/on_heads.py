@@ -379,6 +379,12 @@ def two_products_added(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return ((query @ key.mT + query.sin() @ key.cos().mT) * SCALE).softmax(-1) @ value
 
 
+@on_heads(sites=2, dynamic=True)
+def one_product_in_both_directions(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = query @ key.mT
+    return (scores * SCALE).softmax(-1) @ value + (scores.mT * SCALE).softmax(-1) @ query
+
+
 @on_heads()
 def fully_masked_rows_zeroed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     weights = (query @ key.mT * SCALE).masked_fill(~allowed, -math.inf).softmax(-1)
