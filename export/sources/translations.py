@@ -268,6 +268,53 @@ def stable_sort(self: Any, *, stable: bool | None = None, dim: int = -1, descend
     return core.aten_sort(self, dim, descending)
 
 
+def distances(x1: Any, x2: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
+    """`cdist`, the p-norms of the differences of the rows of two tensors, which the exporter lacks.
+
+    Args:
+        x1: `(…, n, d)`.
+        x2: `(…, m, d)`.
+        p: the norm's exponent.
+        compute_mode: has no effect.
+
+    Returns:
+        `(…, n, m)`.
+    """
+    last = op.Constant(value_ints=[max(len(x1.shape), len(x2.shape))])  # from the end, ONNX Runtime keeps it if empty
+    apart = op.Sub(op.Unsqueeze(x1, op.Constant(value_ints=[-2])), op.Unsqueeze(x2, op.Constant(value_ints=[-3])))
+    if p in (1, 2):
+        return (op.ReduceL1 if p == 1 else op.ReduceL2)(apart, last, keepdims=0)
+    if p == math.inf:
+        return op.ReduceMax(op.Abs(apart), last, keepdims=0)
+    powers = op.Pow(op.Abs(apart), op.CastLike(p, apart)) if p else op.Abs(op.Sign(apart))
+    total = op.ReduceSum(powers, last, keepdims=0)
+    return op.Pow(total, op.CastLike(1 / p, total)) if p else total
+
+
+def search_sorted(
+    sorted_sequence: Any, self: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None,
+    sorter: Any = None,
+) -> Any:  # fmt: skip
+    """`searchsorted`, which the exporter lacks: how many numbers of a sequence are below each of a tensor.
+
+    Args:
+        sorted_sequence: `(m,)`, or `(…, m)` for each row of the tensor.
+        self: the tensor, `(…, n)`.
+        out_int32: whether the result is of int32.
+        right: whether equal numbers count as well.
+        side: "right" for the same.
+        sorter: the order of a sequence that is not sorted.
+    """
+    last = op.Constant(value_ints=[len(self.shape)])
+    sequence = sorted_sequence if sorter is None else op.GatherElements(sorted_sequence, sorter, axis=-1)
+    if len(sorted_sequence.shape) > 1:
+        sequence = op.Unsqueeze(sequence, op.Constant(value_ints=[-2]))
+    compare = op.LessOrEqual if right or side == "right" else op.Less
+    below = op.Cast(compare(sequence, op.Unsqueeze(self, last)), to=ir.DataType.INT64)
+    count = op.ReduceSum(below, last, keepdims=0)
+    return op.Cast(count, to=ir.DataType.INT32) if out_int32 else count
+
+
 def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """`self[indices] = values`. The exporter takes a mask as the first index only, and scatters to the positions at
     which it is true. Values that are the same at all of them are chosen where it is, as by `masked_fill`.
@@ -363,6 +410,7 @@ def _merged(x: _Tensor) -> Any:
 
 
 TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten._cdist_forward.default: distances,
     torch.ops.aten._grouped_mm.default: grouped_product,
     torch.ops.aten.addmm.default: added_to(core.aten_addmm),
     torch.ops.aten.amax.default: over_all(core.aten_amax),
@@ -379,6 +427,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.logaddexp2.default: log_add_exp2,
     torch.ops.aten.reshape.default: reshape,
     torch.ops.aten.rsub.Scalar: rsub,
+    torch.ops.aten.searchsorted.Tensor: search_sorted,
     torch.ops.aten.slice_scatter.default: slice_scatter,
     torch.ops.aten.sort.stable: stable_sort,
     torch.ops.aten.squeeze.dim: squeeze,

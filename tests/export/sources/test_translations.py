@@ -3,6 +3,7 @@ replaced by index, and `grouped_mm`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,7 @@ def ends(x: Tensor) -> Tensor:
 
 
 ROW = torch.arange(32.0)
+EDGES = torch.arange(-8.0, 8, 2)
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads apart": lambda x: torch.unflatten(x, -1, (4, 8)),
@@ -133,6 +135,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all replaced": lambda x: x.slice_scatter(x + 1, 2, -9, 9),
     "nothing replaced": lambda x: x.slice_scatter(x[:, :, :0], 2, 3, 3),
     "nothing replaced, between crossed ends": lambda x: x.slice_scatter(x[:, :, :0], 2, 5, 3),
+    **{f"distances of norm {p}": lambda x, p=p: torch.cdist(x, x.flip(2), p) for p in (0.0, 1.0, 2.0, 3.0, math.inf)},
+    "ranks among edges": lambda x: torch.searchsorted(EDGES, x),
+    "ranks after equal edges": lambda x: torch.searchsorted(EDGES, x, side="right", out_int32=True),
+    "ranks in a row of its own": lambda x: torch.searchsorted(x, x.flip(2), right=True, sorter=x.argsort(-1)),
     "every third replaced": lambda x: x.slice_scatter(x[..., ::3] + 1, 3, 0, 32, 3),
     "samples replaced": lambda x: x.slice_scatter(x[:1] + 1, 0, 0, 1) if x.shape[0] else x,
     "half of the tokens, rounding up": lambda x: x[:, : -(-x.shape[1] // 2)],
