@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -214,25 +214,80 @@ def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
     """Conv as a product of the kernel with the concatenated pixels under each of its positions (im2col)."""
-    x, weight, bias = _input(node, 0), _input(node, 1), optional_input(node, 2)
-    if weight.shape is None or not weight.shape.is_static():
+    strides = node.attributes.get_ints("strides")
+    return [_convolved(op, node, _input(node, 0), _input(node, 1), _kernel(node), _pads(node), strides)]
+
+
+def _transposed_conv(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """ConvTranspose as the Conv of its pixels, with zeros between them, with the reversed kernel."""
+    x, weight, (in_channels, out_channels, *kernel) = _input(node, 0), _input(node, 1), _kernel(node)
+    if node.attributes.get_ints("output_shape"):
+        raise NoDoublePath("it sets output_shape")
+    rank, groups, pads = len(kernel), node.attributes.get_int("group", 1) or 1, _pads(node)
+    strides, dilations, further = (
+        node.attributes.get_ints(name) or [usual] * rank
+        for name, usual in (("strides", 1), ("dilations", 1), ("output_padding", 0))
+    )
+    for axis, stride in enumerate(strides, 2):
+        if stride > 1:
+            zeros = np.zeros((2, rank + 3), np.int64)
+            zeros[1, axis + 1] = stride - 1
+            apart = op.Pad(op.Unsqueeze(x, constant(op, [axis + 1])), constant(op, zeros.reshape(-1)))
+            rest = op.Slice(op.Shape(x), constant(op, [axis + 1]), constant(op, [rank + 2]))
+            x = op.Reshape(apart, op.Concat(constant(op, [*[0] * axis, -1]), rest, axis=0))
+    reach = [d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
+    before = [r - pads[i] for i, r in enumerate(reach)]
+    after = [r - pads[rank + i] + further[i] - (strides[i] - 1) for i, r in enumerate(reach)]
+    last, past, back = (constant(op, [number] * rank) for number in (-1, np.iinfo(np.int64).min, -1))
+    turned = op.Slice(weight, last, past, constant(op, list(range(2, rank + 2))), back)
+    parts = op.Reshape(turned, constant(op, [groups, in_channels // groups, out_channels, *kernel]))
+    parts = op.Transpose(parts, perm=[0, 2, 1, *range(3, rank + 3)])
+    sizes = [groups * out_channels, in_channels // groups, *kernel]
+    return [_convolved(op, node, x, op.Reshape(parts, constant(op, sizes)), sizes, before + after, None)]
+
+
+def _kernel(node: ir.Node) -> list[int]:
+    """The sizes of a convolution's weight."""
+    shape = _input(node, 1).shape
+    if shape is None or not shape.is_static():
         raise NoDoublePath("the size of its kernel is not static")
-    out_channels, in_channels, *kernel = weight.shape.numpy()
-    rank, groups = len(kernel), node.attributes.get_int("group", 1) or 1
+    return [*shape.numpy()]
+
+
+def _pads(node: ir.Node) -> list[int]:
+    """The padding of a convolution or a pool, before all axes and after them."""
     if node.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise NoDoublePath("it sets auto_pad")
-    strides = node.attributes.get_ints("strides") or [1] * rank
+    rank = len(node.attributes.get_ints("kernel_shape") or _kernel(node)[2:])
+    return list(node.attributes.get_ints("pads") or [0] * 2 * rank)
+
+
+def _under(
+    op: Builder, node: ir.Node, x: ir.Value, kernel: Sequence[int], pads: Sequence[int], strides: Sequence[int] | None
+) -> list[ir.Value]:
+    """The pixels under each position of a kernel."""
+    rank = len(kernel)
     dilations = node.attributes.get_ints("dilations") or [1] * rank
-    pads = list(node.attributes.get_ints("pads") or [0] * 2 * rank)
     if any(pads):
         x = op.Pad(x, constant(op, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]))
-    axes, steps = constant(op, list(range(2, rank + 2))), constant(op, list(strides))
+    axes, steps = constant(op, list(range(2, rank + 2))), constant(op, list(strides or [1] * rank))
     under = []
     for position in itertools.product(*(range(k) for k in kernel)):
         starts = [p * d for p, d in zip(position, dilations, strict=True)]
         left = [(k - 1 - p) * d for p, k, d in zip(position, kernel, dilations, strict=True)]
         ends = [-n if n else np.iinfo(np.int64).max for n in left]
         under.append(op.Slice(x, constant(op, starts), constant(op, ends), axes, steps))
+    return under
+
+
+def _convolved(
+    op: Builder, node: ir.Node, x: ir.Value, weight: ir.Value, sizes: Sequence[int], pads: Sequence[int],
+    strides: Sequence[int] | None,
+) -> ir.Value:  # fmt: skip
+    """The product of a kernel of these sizes with the pixels under each of its positions, and the node's bias."""
+    (out_channels, in_channels, *kernel), bias = sizes, optional_input(node, 2)
+    rank, groups = len(kernel), node.attributes.get_int("group", 1) or 1
+    under = _under(op, node, x, kernel, pads, strides)
     shape = op.Shape(under[0])
     flat = [op.Reshape(pixels, constant(op, [0, groups, in_channels, 1, -1])) for pixels in under]
     columns = op.Reshape(op.Concat(*flat, axis=3), constant(op, [0, groups, in_channels * math.prod(kernel), -1]))
@@ -240,9 +295,19 @@ def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
     size = op.Slice(shape, constant(op, [2]), constant(op, [rank + 2]))
     batch = op.Slice(shape, constant(op, [0]), constant(op, [1]))
     result = op.Reshape(op.MatMul(rows, columns), op.Concat(batch, constant(op, [out_channels]), size, axis=0))
-    if bias is not None:
-        result = op.Add(result, op.Reshape(bias, constant(op, [1, out_channels, *[1] * rank])))
-    return [result]
+    return result if bias is None else op.Add(result, op.Reshape(bias, constant(op, [1, out_channels, *[1] * rank])))
+
+
+def _average_pool(op: Builder, node: ir.Node) -> list[ir.Value]:
+    """The mean of the pixels under a kernel, of all or of those that are no padding."""
+    x, kernel, pads = _input(node, 0), node.attributes.get_ints("kernel_shape") or [], _pads(node)
+    if node.attributes.get_int("ceil_mode", 0):
+        raise NoDoublePath("it rounds sizes up")
+    strides, count = node.attributes.get_ints("strides"), _number(op, math.prod(kernel))
+    if any(pads) and not node.attributes.get_int("count_include_pad", 0):
+        ones = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.ones(1)))
+        count = op.Sum(*_under(op, node, ones, kernel, pads, strides))
+    return [op.Div(op.Sum(*_under(op, node, x, kernel, pads, strides)), count)]
 
 
 def _global_average(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -250,9 +315,13 @@ def _global_average(op: Builder, node: ir.Node) -> list[ir.Value]:
     if x.shape is None:
         raise NoDoublePath("the rank of its input is not known")
     flat = op.Reshape(x, constant(op, [0, 0, -1]))
+    return [op.Reshape(_mean_of_rows(op, flat), constant(op, [0, 0, *[1] * (len(x.shape) - 2)]))]
+
+
+def _mean_of_rows(op: Builder, flat: ir.Value) -> ir.Value:
+    """The mean over the last of three axes."""
     size = op.Cast(op.Gather(op.Shape(flat), constant(op, 2)), to=DOUBLE.value)
-    total = op.ReduceSum(flat, constant(op, [2]), keepdims=1)
-    return [op.Reshape(op.Div(total, size), constant(op, [0, 0, *[1] * (len(x.shape) - 2)]))]
+    return op.Div(op.ReduceSum(flat, constant(op, [2]), keepdims=1), size)
 
 
 # --- normalization ----------------------------------------------------------------------------------------------------
@@ -261,6 +330,15 @@ def _global_average(op: Builder, node: ir.Node) -> list[ir.Value]:
 def _normal(op: Builder, op_type: str, operands: list[ir.Value | None], epsilon: float) -> ir.Value:
     inputs = [operand for operand in operands if operand is not None]
     return op.op(op_type, inputs, {"epsilon": epsilon, "axis": -1, "stash_type": DOUBLE.value})
+
+
+def _instance_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
+    x, (scale, bias) = _input(node, 0), (op.Unsqueeze(_input(node, i), constant(op, [1])) for i in (1, 2))
+    flat = op.Reshape(x, constant(op, [0, 0, -1]))
+    centred = op.Sub(flat, _mean_of_rows(op, flat))
+    variance = _mean_of_rows(op, op.Mul(centred, centred))
+    deviation = op.Sqrt(op.Add(variance, _number(op, node.attributes.get_float("epsilon", 1e-5) or 0.0)))
+    return [op.Reshape(op.Add(op.Mul(op.Div(centred, deviation), scale), bias), op.Shape(x))]
 
 
 def _skip_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -324,12 +402,15 @@ def _recurrent(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
+    ("", "AveragePool"): _average_pool,
     ("", "Conv"): _conv,
+    ("", "ConvTranspose"): _transposed_conv,
     ("", "Erf"): lambda op, node: [erf(op, _input(node, 0))],
     ("", "Gelu"): _gelu,
     ("", "GRU"): _recurrent,
     ("", "GlobalAveragePool"): _global_average,
     ("", "HardSwish"): _hard_swish,
+    ("", "InstanceNormalization"): _instance_norm,
     ("", "LSTM"): _recurrent,
     ("", "Mean"): _mean,
     ("", "OneHot"): _one_hot,

@@ -8,7 +8,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from onnx.reference import ReferenceEvaluator
+from torch import nn
+from torch.export import Dim
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.attention import SILENT_ROWS
@@ -16,6 +19,8 @@ from attnforge.export.graphs.execute import as_it_is, at_own_precision, in_float
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.parts import computed, part_of
 from attnforge.export.graphs.types import widen
+from attnforge.export.sources.torch_module import capture
+from attnforge.precision import precision_named
 from tests.support.linear_graph import ROWS, inputs, linear
 
 BFLOAT16, FLOAT16, FLOAT = ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT
@@ -70,6 +75,28 @@ def test_an_operator_without_a_double_path_is_named() -> None:
     with pytest.raises(NoDoublePath, match="Hardmax"):
         in_float64(model, ["one_hot"])
     in_float64(model, ["y"])  # y does not need it
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.InstanceNorm1d(4, affine=True),
+        nn.InstanceNorm2d(4),
+        nn.AvgPool1d(3, 2, 1),
+        nn.AvgPool2d((3, 2), 2, 1, count_include_pad=False),
+        nn.Conv2d(4, 6, 3, 2, 1, dilation=2, groups=2),
+        nn.ConvTranspose1d(4, 6, 4, 2, 1, bias=False),
+        nn.ConvTranspose2d(4, 6, (3, 2), (2, 3), (1, 2), output_padding=1, groups=2, dilation=2),
+    ],
+    ids=repr,
+)
+def test_an_operator_without_a_double_kernel_is_decomposed(module: nn.Module) -> None:
+    dims = (4, 9) if "1d" in repr(module) else (4, 9, 8)
+    batch = ({0: Dim("batch", max=4)},)
+    captured = capture(module.eval(), (torch.randn(2, *dims),), batch, precision_named("fp32"))
+    feeds = {captured.inputs[0].name: np.random.default_rng(0).standard_normal((3, *dims))}
+    (got,), (expected,) = in_float64(captured.model)(feeds).values(), captured.exact(feeds).values()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
 
 
 def test_a_widened_graph_runs_from_bfloat16() -> None:
