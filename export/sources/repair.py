@@ -97,8 +97,9 @@ def optimise(model: ir.Model) -> None:
         onnx_fusions.fuse(model)
     for node in list(model.graph):
         types = {input_of(node, i).dtype for i in range(2)} if is_op(node, "RMSNormalization") else set()
-        if len(types) == 2 and types < {FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}:
-            result = insert(model.graph, node, partial(_in_one_type, node=node))
+        is_mixed = len(types) == 2 and types < {FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+        if is_mixed or (is_op(node, "Where") and node.outputs[0].dtype == ir.DataType.BOOL):
+            result = insert(model.graph, node, partial(_in_one_type if is_mixed else _either, node=node))
             replace_value(node.outputs[0], result)
             model.graph.remove(node, safe=True)
 
@@ -109,6 +110,13 @@ def _in_one_type(op: Builder, node: ir.Node) -> ir.Value:
     x, scale = (cast(op, input_of(node, i), FLOAT) for i in range(2))
     result = like(op.op("RMSNormalization", [x, scale], node.attributes), node.outputs[0], FLOAT)
     return cast(op, result, input_of(node, 1).dtype or FLOAT)
+
+
+def _either(op: Builder, node: ir.Node) -> ir.Value:
+    """A Where of Booleans, of which ONNX Runtime 1.31 has no kernel on the CPU, by operators of logic."""
+    condition, if_true, if_false = inputs_of(node)
+    result = op.Or(op.And(condition, if_true), op.And(op.Not(condition), if_false))
+    return like(result, node.outputs[0], ir.DataType.BOOL)
 
 
 def _keep_types(graph: ir.Graph) -> None:

@@ -40,6 +40,7 @@ from attnforge.runtime.backends.eager import (
     apart,
     as_written,
     at_precision,
+    named_outputs,
     outputs_of,
     products_in,
     raised_at,
@@ -60,6 +61,8 @@ KEPT_ERROR = 2.0**-5
 """Relative to an output's largest number, how far rounding may change it in 16 bits."""
 
 DATA: Callable[[Any], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
+
+FILL: Callable[..., Tensor] = Tensor.fill_diagonal_
 
 RECURRENT = ("GRU", "LSTM", "RNN")
 """Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
@@ -156,10 +159,12 @@ def capture(
     with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
         uncalled = at_precision(copied, precision)
         answers, ran = _answers(copied, uncalled, cast, precision)
+        renamed = [name for name in names if name in answers]
+        answers = named_outputs(answers, names)
         is_dynamic = any(isinstance(dim, DimSpec) for declared in dims.values() for dim in declared)
         called = at_precision(copied, precision)  # torch replaces the containers of what it exports
         program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers), in_signature)
-    for name in (name for name in names if apart(name) in answers):
+    for name in renamed:
         log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, apart(name))
     model = program.model
     for value, name in zip(model.graph.outputs, answers, strict=True):
@@ -259,9 +264,13 @@ def _program(
 
 
 class _Data(TorchFunctionMode):
-    """Traces what a module writes to a tensor's `data` as written to the tensor; to torch, `data` is a constant."""
+    """Traces what a module writes to a tensor's `data` as written to the tensor; to torch, `data` is a constant. And
+    fills a diagonal by a mask, since torch fixes the sizes of the matrix otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is FILL and len(args) == 2 and args[0].dim() == 2 and not kwargs:
+            rows, columns = (torch.arange(size, device=args[0].device) for size in args[0].shape)
+            return args[0].masked_fill_(rows[:, None] == columns, args[1])
         return args[0].detach() if func == DATA else func(*args, **(kwargs or {}))
 
 
@@ -471,7 +480,8 @@ def _check_symbolic(value: ir.Value, dims: Dims) -> None:
         if isinstance(declared, DimSpec) and isinstance(got, int):
             raise CaptureError(
                 f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at "
-                f"{got}: the module's code depends on its value, as it does with len(x) in place of x.shape[0]; give "
+                f"{got}: the module's code depends on its value, as it does with len(x) in place of x.shape[0], "
+                f"math.sqrt(n) in place of n**0.5 and int(n / 2) in place of n // 2; give "
                 f"{'an example size of at least 2' if got == 1 else 'no Dim for it'}"
             )
 

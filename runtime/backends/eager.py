@@ -133,18 +133,20 @@ def run(module: nn.Module, inputs: Mapping[str, Array], dtype: torch.dtype) -> d
     """
     tensors: list[Tensor] = [to_torch(array.copy()) for array in inputs.values()]  # a module may write to its inputs
     with torch.no_grad(), as_written():
-        return outputs_of(module, [converted(tensor, dtype) for tensor in tensors], dtype)
+        return outputs_of(module, [converted(tensor, dtype) for tensor in tensors], dtype, inputs)
 
 
-def outputs_of(module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Call a module, which may write to `args`, and return its outputs by their names in a bundle.
+def outputs_of(
+    module: nn.Module, args: Sequence[Tensor], dtype: torch.dtype, inputs: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Call a module, which may write to `args`, and return its outputs by their names in a bundle with these inputs.
 
     Raises:
         CaptureError: it fails, in one line that names the line of code, or does not return tensors.
     """
     try:
         with interpreted():
-            return named_outputs(module(*args), [*inspect.signature(module.forward).parameters][: len(args)])
+            return named_outputs(module(*args), inputs)
     except (CaptureError, MemoryError):
         raise
     except Exception as error:

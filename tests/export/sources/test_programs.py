@@ -186,8 +186,24 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize(("size", "advice"), [(1, "an example size of at least 2"), (5, "no Dim for it")])
 def test_a_dim_that_the_export_fixes(size: int, advice: str) -> None:
-    with pytest.raises(CaptureError, match=f"fixed it at {size}: .* len\\(x\\) in place of x.shape.*; give {advice}$"):
+    words = rf"len\(x\) in place of x.shape.* and int\(n / 2\) in place of n // 2; give {advice}$"
+    with pytest.raises(CaptureError, match=f"fixed it at {size}: .* {words}"):
         capture(Frozen(), (torch.zeros(size),), ({0: Dim("n", min=1, max=8)},), precision_named("fp32"))
+
+
+class OffDiagonal(nn.Module):
+    """Masks of Booleans that are filled and chosen, and a diagonal in two types."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        own = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
+        own.fill_diagonal_(True)
+        few = torch.where(x > 0, x < 1, (x < -1).masked_fill(x < -2, False))
+        scores = (x @ x.mT).masked_fill(own, -9)
+        return scores.softmax(-1), x.masked_fill(few, 0), scores[0].clone().fill_diagonal_(7.0)
+
+
+def test_booleans_are_chosen_and_diagonals_filled() -> None:
+    check(OffDiagonal(), rtol=1e-5, atol=1e-6)
 
 
 class Padded(nn.Module):
