@@ -151,11 +151,11 @@ def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weig
             else "the product after the softmax does not sum over the keys"
         )
     features = [label for label in product.output if label in value.labels and label not in weights.labels]
-    if len(features) > 1 or any(label.startswith("batch") for label in features):
+    if any(label.startswith("batch") for label in features):
         raise NotAttention("the values have a batch axis that the scores lack")
     feature = tuple(Axis(sizes_of(value.value)[value.labels.index(label)]) for label in features)
     axes[None] = ()
-    axes.update((label, feature) for label in features)
+    axes.update((label, (axis,)) for label, axis in zip(features, feature, strict=True))
     return Weights(
         steps,
         Operand(value.value, Layout(axes[label] for label in value.labels)),

@@ -385,6 +385,12 @@ def one_product_in_both_directions(query: Tensor, key: Tensor, value: Tensor) ->
     return (scores * SCALE).softmax(-1) @ value + (scores.mT * SCALE).softmax(-1) @ query
 
 
+@on_heads(dynamic=True)
+def values_of_two_axes(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT * SCALE).softmax(-1)
+    return torch.einsum("bhij,bhjwd->bhiwd", weights, value.unflatten(-1, (2, 8)).sin()).flatten(-2)
+
+
 @on_heads()
 def fully_masked_rows_zeroed(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     weights = (query @ key.mT * SCALE).masked_fill(~allowed, -math.inf).softmax(-1)
