@@ -7,6 +7,7 @@ attention without a softmax (:mod:`.unrecognised`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import described
+from attnforge.export.attention.contraction import is_product
 from attnforge.export.attention.emit import emit
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
@@ -168,7 +170,7 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
         )
         if isinstance(scores, Ended) or isinstance(weights, Ended):
             reasons = (walk.reason for walk in (scores, weights) if isinstance(walk, Ended))
-            written[i] = replace(site, reason="; ".join(reasons))
+            written[i] = replace(site, reason="; ".join(reasons) + _unknown(source))
         else:
             write = partial(emit, graph, scores=scores, weights=weights, softmax_dtype=source.dtype)
             written[i] = _written(site, write)
@@ -178,6 +180,14 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
     is_site = both_computed(scores) or not isinstance(outputs, Ended)
     axis = node.attributes.get_int("axis", -1)
     return why_no_attention(node, source, axis, dependent_on_inputs(graph), is_site) or sites
+
+
+def _unknown(scores: ir.Value) -> str:
+    """Which size torch does not know of what scores are computed from after their product, in the words of a reason's
+    end; empty if it knows all."""
+    values = upstream([scores], lambda value: (node := value.producer()) is not None and is_product(node))
+    sizes = sorted({str(dim) for value in values for dim in value.shape or () if re.fullmatch(r"u\d+", str(dim))})
+    return f"; torch does not know the size {sizes[0]}, which depends on values of an input" if sizes else ""
 
 
 def _written(site: Site, write: Callable[[str], None]) -> Site:

@@ -315,9 +315,11 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _transformed(self, x: Tensor, dims: Sequence[int], result: Tensor) -> Tensor:
         terms = math.prod(max(x.shape[dim], result.shape[dim]) for dim in dims)
-        size = torch.linalg.vector_norm(result, dim=dims, keepdim=True) / math.sqrt(terms)
+        size: Tensor = torch.linalg.vector_norm(result, dim=dims, keepdim=True) / math.sqrt(terms)
         drawn = torch.complex(self._drawn(result), self._drawn(result))
-        moved = result * (1 + UNIT * self._rng.choice([-1, 1]) * terms / 6) + UNIT * (1 + terms / 6) * size * drawn
+        moved: Tensor = (
+            result * (1 + UNIT * self._rng.choice([-1, 1]) * terms / 6) + UNIT * (1 + terms / 6) * size * drawn
+        )
         return moved if result.is_complex() else moved.real
 
     def _drawn(self, like: Tensor) -> Tensor:

@@ -296,3 +296,19 @@ def test_the_values_of_a_product_are_those_of_another() -> None:
     for_onnxruntime.lower(captured.model, sites, {})
     feeds = dict(zip(("query", "key", "value"), (arg.numpy() for arg in args), strict=True))
     near(session_of(captured.model).run(None, feeds), [Twice()(*args).numpy()])
+
+
+class Padded(nn.Module):
+    """Attention with padding up to the largest length, which is a value."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        keys = torch.arange(int(lengths.max()))
+        scores = (x @ x.mT).masked_fill((keys >= lengths[:, None])[:, None], -1e9)
+        return scores.softmax(-1) @ x
+
+
+def test_a_size_that_depends_on_values_is_named() -> None:
+    captured = capture(Padded(), (torch.randn(2, 5, 8), torch.tensor([5, 3])), None, precision_named("fp32"))
+    (site,) = canonicalize(captured.model).sites
+    assert site.reason is not None
+    assert site.reason.endswith("; torch does not know the size u0, which depends on values of an input")

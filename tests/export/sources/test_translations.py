@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,11 @@ def ends(x: Tensor) -> Tensor:
 ROW = torch.arange(32.0)
 EDGES = torch.arange(-8.0, 8, 2)
 
+
+def distances(x: Tensor, p: float) -> Tensor:
+    return torch.cdist(x, x.flip(2), p)
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads apart": lambda x: torch.unflatten(x, -1, (4, 8)),
     "the rest": lambda x: torch.unflatten(x, -1, (4, -1)),
@@ -135,7 +141,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all replaced": lambda x: x.slice_scatter(x + 1, 2, -9, 9),
     "nothing replaced": lambda x: x.slice_scatter(x[:, :, :0], 2, 3, 3),
     "nothing replaced, between crossed ends": lambda x: x.slice_scatter(x[:, :, :0], 2, 5, 3),
-    **{f"distances of norm {p}": lambda x, p=p: torch.cdist(x, x.flip(2), p) for p in (0.0, 1.0, 2.0, 3.0, math.inf)},
+    **{f"distances of norm {p}": partial(distances, p=p) for p in (0.0, 1.0, 2.0, 3.0, math.inf)},
     "ranks among edges": lambda x: torch.searchsorted(EDGES, x),
     "ranks after equal edges": lambda x: torch.searchsorted(EDGES, x, side="right", out_int32=True),
     "ranks in a row of its own": lambda x: torch.searchsorted(x, x.flip(2), right=True, sorter=x.argsort(-1)),

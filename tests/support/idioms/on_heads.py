@@ -388,7 +388,7 @@ def one_product_in_both_directions(query: Tensor, key: Tensor, value: Tensor) ->
 @on_heads(dynamic=True)
 def values_of_two_axes(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = (query @ key.mT * SCALE).softmax(-1)
-    return torch.einsum("bhij,bhjwd->bhiwd", weights, value.unflatten(-1, (2, 8)).sin()).flatten(-2)
+    return torch.einsum("bhij,bhjwd->bhiwd", weights, torch.unflatten(value, -1, (2, 8)).sin()).flatten(-2)
 
 
 @on_heads()
