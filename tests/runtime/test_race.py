@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,13 +54,14 @@ def test_contenders_of_similar_speed_are_warmed_up_alike(seconds: list[float], w
 
 
 def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "LONG", 0.01)
+    clock = [0.0]
+    monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     calls: Counter[str] = Counter()
-    takes = {"quick": 0.003, "slow": 0.03}
+    takes = {"quick": 0.03, "slow": 0.3}
 
     def run(name: str) -> None:
         calls[name] += 1
-        time.sleep(takes[name])
+        clock[0] += takes[name]
 
     times = race.race({name: lambda name=name: run(name) for name in takes}, 4)  # type: ignore[misc]
     timed = {name: sum(map(len, rounds)) for name, rounds in times.items()}
