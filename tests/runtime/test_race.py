@@ -55,7 +55,7 @@ def test_contenders_of_similar_speed_are_warmed_up_alike(seconds: list[float], w
 
 def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=lambda seconds: None))
     calls: Counter[str] = Counter()
     takes = {"quick": 0.03, "slow": 0.3}
 
