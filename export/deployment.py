@@ -43,9 +43,8 @@ from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.measuring import SECONDS
 from attnforge.export.options import DeployOptions
 from attnforge.export.precision.gate import choose_forms
-from attnforge.export.precision.int8_scores import why_over_budget
 from attnforge.export.precision.mixed import choose
-from attnforge.export.precision.rounding import RoundedOperands
+from attnforge.export.precision.rounding import RoundedOperands, why_over_budget
 from attnforge.export.reference import Data, ReferenceModel, write_reference
 from attnforge.export.reuse import Reuse
 from attnforge.export.room import MemoryNeeds

@@ -26,10 +26,9 @@ from attnforge.export.diagnosis.stages import decomposed, scores_of, sites_of
 from attnforge.export.graphs.attention import products
 from attnforge.export.graphs.attention_operators import read
 from attnforge.export.graphs.build import Builder, constant, insert
-from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64
+from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64, part_of, values_of
 from attnforge.export.graphs.float64 import to_double
 from attnforge.export.graphs.nodes import input_of, rank_of
-from attnforge.export.graphs.parts import part_of, values_of
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import band_of, of_all_pairs

@@ -3,7 +3,7 @@
 `python -m benchmarks run false-alarms` writes `benchmarks/results/false_alarms.json`. There are two random draws:
 usual models (:mod:`tests.support.random_models`), and models with hostile inputs
 (:mod:`tests.support.hostile_models`). Every model is deployed for ONNX Runtime and verified. For a 16-bit model the
-plan of TensorRT-RTX is checked too, emulated without a GPU (:mod:`attnforge.export.precision.emulation`).
+plan of TensorRT-RTX is checked too, emulated without a GPU (:mod:`attnforge.export.precision.assign`).
 `--draw int8` quantises the products of the usual models to 8 bits, and writes
 `benchmarks/results/false_alarms_int8.json`. `--draw decoder` deploys random decoders
 (:mod:`tests.support.random_decoders`) with a cache, checks them in every order of their tokens, and writes
@@ -38,7 +38,7 @@ from attnforge.export.graphs.nodes import inputs_of, is_op, maker_of
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.graphs.types import LOW
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.precision.emulation import unrounded_in_fused_kernels
+from attnforge.export.precision.assign import unrounded_in_fused_kernels
 from attnforge.export.tensorrt.build import Plan
 from attnforge.model.registry import Example
 from attnforge.precision import PRECISIONS, precision_named

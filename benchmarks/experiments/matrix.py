@@ -28,9 +28,8 @@ from attnforge.export.decoding.insert import with_cache
 from attnforge.export.graphs.execute import in_float64, wide
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import openvino as for_openvino
-from attnforge.export.lowering.attention import Attention, attentions
+from attnforge.export.lowering.attention import Attention, Candidate, attentions
 from attnforge.export.lowering.cut import cut_of
-from attnforge.export.lowering.forms import Candidate
 from attnforge.export.lowering.tuning import ONNX_RUNTIME, Library, disagreement, workloads
 from attnforge.export.sources.torch_module import capture
 from attnforge.model.registry import MODELS, build_model

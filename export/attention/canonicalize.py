@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Generic, TypeVar
 
 import onnx_ir as ir
+from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import described
@@ -20,16 +22,14 @@ from attnforge.export.attention.contraction import is_product
 from attnforge.export.attention.emit import emit
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
-from attnforge.export.attention.operators import is_standard, standard
-from attnforge.export.attention.other_softmaxes import why_no_attention
+from attnforge.export.attention.operators import standard
 from attnforge.export.attention.softmax import by_hand, restore_softmax
-from attnforge.export.attention.unrecognised import COMPUTES, unrecognised
+from attnforge.export.attention.unrecognised import COMPUTES, unrecognised, why_no_attention
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, WeightSteps, walk_to_outputs
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.attention_operators import READERS, scale_of
+from attnforge.export.graphs.attention_operators import READERS
 from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of, upstream
-from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import LayoutError
 
 LOST = "it runs in the module, and the exported graph has neither a softmax nor an attention operator for it"
@@ -53,6 +53,24 @@ class Site:
     node: str | None = None
     form: str | None = None
     reason: str | None = None
+
+
+SiteT = TypeVar("SiteT")
+
+
+@dataclass
+class SitesResult(PassResult, Generic[SiteT]):
+    """The result of a pass that works site by site: onnx_ir's own `PassResult`, so that our passes and theirs are used
+    alike. A pass is a function `pass_(model, …)` that changes `model` in place and, where callers ask whether it did,
+    returns `PassResult(model, modified)`; a pass that works site by site returns this.
+
+    Attributes:
+        model: the graph that was passed in.
+        modified: whether the pass changed it.
+        sites: one record per site, in graph order, whether the pass changed the site or not.
+    """
+
+    sites: list[SiteT]
 
 
 @dataclass
@@ -85,7 +103,8 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
     softmaxes: list[ir.Node] = []
     for node in list(model.graph):
         if (node.domain, node.op_type) in READERS:
-            sites.append(_from_operator(model.graph, node, _unused_name(node, sites)))
+            operator = f"{node.domain}::{node.op_type}".removeprefix("::")
+            sites.append(_written(Site(_unused_name(node, sites), operator), partial(standard, model.graph, node)))
         elif is_op(node, "Softmax"):
             found = _from_softmax(model.graph, node, _unused_name(node, sites))
             if isinstance(found, str):
@@ -199,19 +218,6 @@ def _written(site: Site, write: Callable[[str], None]) -> Site:
     except (NotAttention, LayoutError) as error:
         return replace(site, reason=str(error))
     return replace(site, node=name)
-
-
-def _from_operator(graph: ir.Graph, node: ir.Node, name: str) -> Site:
-    """Canonicalise an attention operator written by the exporter or another tool."""
-
-    def write(node_name: str) -> None:
-        if is_standard(node):
-            node.attributes["scale"] = ir.AttrFloat32("scale", scale_of(node, node.inputs[0]))
-            node.name = node_name
-        else:
-            standard(graph, node, node_name)
-
-    return _written(Site(name, f"{node.domain}::{node.op_type}" if node.domain else node.op_type), write)
 
 
 def _from_argmax(node: ir.Node, name: str) -> list[Site]:

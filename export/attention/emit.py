@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -44,20 +43,29 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         LayoutError: an operand varies along an axis that no canonical operand has, or a size cannot be computed.
     """
     score_steps, weight_steps = settle_zeroing(scores.steps, weights.steps)
-    operands = _operands(scores, weights)
-    axes = _axes(scores, weights, operands)
-    sink, dtype = score_steps.sink, operands.dtype
+    value_factor, value = strip_factors(weights.value)
+    query_factor, query = _stripped(scores.query, value.value.dtype)
+    key_factor, key = _stripped(scores.key, value.value.dtype)
+    operands, dtype = (query, key, value), query.value.dtype
+    output = _output(weights, dtype)
+    if dtype == ir.DataType.DOUBLE:
+        raise NotAttention("it is computed in double, which fused attention kernels do not know")
+    if dtype is None or not dtype == key.value.dtype == value.value.dtype == output.value.dtype:
+        raise NotAttention("query, key, values and output are not all of one type")
+    scale = scores.steps.scale * query_factor * key_factor
+    axes = _axes(scores, weights, *(operand.layout for operand in operands))
+    sink = score_steps.sink
     if sink is not None:
         score_steps = settle_fills_with_sinks(score_steps)
 
     def build(op: Builder) -> ir.Value:
-        writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands.inputs])
+        writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands])
         query, key, value = (
             writer.arranged(operand, axes.layout(*dims))
-            for operand, dims in zip(operands.inputs, (QUERY, KEY, VALUE), strict=True)
+            for operand, dims in zip(operands, (QUERY, KEY, VALUE), strict=True)
         )
         query = _scaled(writer, query, score_steps.tensor_scales)
-        if operands.scale < 0:  # the operator takes the root of its scale
+        if scale < 0:  # the operator takes the root of its scale
             query = like(op.Neg(query), query)
         mask = mask_of(writer, score_steps)
         if sink is not None:
@@ -66,16 +74,16 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         precision = softmax_dtype.value if softmax_dtype is not None and softmax_dtype != dtype else 0
         result = attention_node(
             op, name, query, key, value, mask,
-            scale=abs(operands.scale), softcap=score_steps.softcap, softmax_precision=precision,
+            scale=abs(scale), softcap=score_steps.softcap, softmax_precision=precision,
             silent_rows_are_nan=not weight_steps.nan_rows_zeroed,
         )  # fmt: skip
-        if (factor := weight_steps.scale * operands.value_factor) != 1.0:
+        if (factor := weight_steps.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         result = _scaled(writer, result, weight_steps.tensor_scales)
         result = _zeroed(writer, result, weight_steps)
-        return writer.arranged(Operand(result, axes.layout(*OUTPUT)), operands.output.layout)
+        return writer.arranged(Operand(result, axes.layout(*OUTPUT)), output.layout)
 
-    replace_value(operands.output.value, insert(graph, weights.product, build))
+    replace_value(output.value, insert(graph, weights.product, build))
 
 
 def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> ir.Value:
@@ -102,39 +110,6 @@ def _zeroed(writer: SiteWriter, result: ir.Value, steps: WeightSteps) -> ir.Valu
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """The tensors that a site reads and the one that it computes, traced past factors, views and casts.
-
-    Attributes:
-        inputs: query, key and value.
-        scale: the factor on the scores, including those on query and key.
-        value_factor: the factor on the values.
-    """
-
-    inputs: tuple[Operand, Operand, Operand]
-    output: Operand
-    dtype: ir.DataType
-    scale: float
-    value_factor: float
-
-
-def _operands(scores: Scores, weights: Weights) -> _Operands:
-    value_factor, value = strip_factors(weights.value)
-    query_factor, query = _stripped(scores.query, value.value.dtype)
-    key_factor, key = _stripped(scores.key, value.value.dtype)
-    output = Operand(*after_views(weights.product.outputs[0], weights.output))
-    dtype = query.value.dtype
-    if (narrowed := _cast_back(output.value, dtype)) is not None:
-        output = Operand(*after_views(narrowed, output.layout))
-    if dtype == ir.DataType.DOUBLE:
-        raise NotAttention("it is computed in double, which fused attention kernels do not know")
-    if dtype is None or not dtype == key.value.dtype == value.value.dtype == output.value.dtype:
-        raise NotAttention("query, key, values and output are not all of one type")
-    scale = scores.steps.scale * query_factor * key_factor
-    return _Operands((query, key, value), output, dtype, scale, value_factor)
-
-
 def _stripped(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Operand]:
     """A query or key before factors, views and a cast from the values' 16-bit type to fp32, and the product of the
     factors: kernels accumulate in fp32 either way."""
@@ -148,43 +123,36 @@ def _stripped(operand: Operand, dtype: ir.DataType | None) -> tuple[float, Opera
     return factor, operand
 
 
-def _cast_back(value: ir.Value, dtype: ir.DataType | None) -> ir.Value | None:
-    """The result of the Cast to `dtype` that is the only user of `value`; None if there is no such Cast."""
+def _output(weights: Weights, dtype: ir.DataType | None) -> Operand:
+    """The output after views, and after the Cast to the type of the query that is its only user, if there is one."""
+    value, layout = after_views(weights.product.outputs[0], weights.output)
     users = [use.node for use in value.uses()]
-    if value.dtype == dtype or value.is_graph_output() or len(users) != 1 or users[0].op_type != "Cast":
-        return None
-    return users[0].outputs[0] if users[0].outputs[0].dtype == dtype else None
+    result = users[0].outputs[0] if len(users) == 1 and users[0].op_type == "Cast" else value
+    if value.dtype != dtype == result.dtype and not value.is_graph_output():
+        value, layout = after_views(result, layout)
+    return Operand(value, layout)
 
 
 # --- axes -------------------------------------------------------------------------------------------------------------
 
 
-def _axes(scores: Scores, weights: Weights, operands: _Operands) -> SiteAxes:
+def _axes(scores: Scores, weights: Weights, query: Layout, key: Layout, value: Layout) -> SiteAxes:
     """Sort the axes into batch, heads, queries, keys and features. No walk follows that could split an axis further."""
-    query, key, value = (operand.layout for operand in operands.inputs)
     # The last dim that only the query has is n_q; the dims before it are batches that share their keys.
     query_dims = [dim for dim in scores.query_only.dims if not set(dim) & set(value.axes)] or [()]
     batches = Layout(dim for dim in scores.rows.dims if dim != query_dims[-1])
     if set(key.axes) & set(batches.axes) - set(value.axes) - set(query.axes):
         raise NotAttention("the keys differ by query, as in additive scores and talking heads: not an inner product")
     n_k, d_k, d_v = (tuple(part.axes) for part in (scores.keys, scores.features, weights.value_features))
-    batch, heads = _batch_and_heads(batches, query, d_k)
+    # Of the axes that attend independently, heads are those that share a dim of the query with the features; if there
+    # are none, the last dim of the query with such axes, if several dims have them.
+    independent = set(batches.axes)
+    dims = [dim for dim in query.dims if set(dim) & independent]
+    chosen = [dim for dim in dims if set(dim) & set(d_k)] or (dims[-1:] if len(dims) > 1 else [])
+    heads = tuple(axis for dim in chosen for axis in dim if axis in independent)
+    batch = tuple(axis for axis in batches.axes if axis not in heads)
     shared = shared_heads(heads, key, value)
     return SiteAxes({"B": batch, "H": heads, "H_kv": shared, "n_q": query_dims[-1], "n_k": n_k, "d_k": d_k, "d_v": d_v})
-
-
-def _batch_and_heads(batches: Layout, query: Layout, features: Dims) -> tuple[Dims, Dims]:
-    """Split the axes that attend independently into batch and heads.
-
-    Heads are the axes that share a dim of the query with the features; if there are none, the last dim of the query
-    with such axes, if several dims have them.
-    """
-    independent = set(batches.axes)
-    packed = [dim for dim in query.dims if set(dim) & set(features) and set(dim) & independent]
-    dims = [dim for dim in query.dims if set(dim) & independent]
-    chosen = packed or (dims[-1:] if len(dims) > 1 else [])
-    heads = tuple(axis for dim in chosen for axis in dim if axis in independent)
-    return tuple(axis for axis in batches.axes if axis not in heads), heads
 
 
 def shared_heads(heads: Dims, key: Layout, value: Layout) -> Dims:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from math import prod
 
 import onnx_ir as ir
@@ -209,8 +210,7 @@ def effort(source: Layout, target: Layout) -> int:
     if source.dims == target.dims:
         return 0
     moved = [dim for i, dim in enumerate(target.dims) if i >= len(source) or source.dims[i] != dim]
-    dynamic = sum(any(not axis.size.is_static for axis in dim) for dim in moved)
-    return needs_transpose(source, target) + (dynamic > 1)
+    return needs_transpose(source, target) + (sum(any(not axis.size.is_static for axis in dim) for dim in moved) > 1)
 
 
 Sized = tuple[ir.Value, Layout]
@@ -242,13 +242,10 @@ def rearrange(op: Builder, value: ir.Value, source: Layout, target: Layout, size
     if axes != order:
         steps += [Layout((a,) for a in axes), Layout((a,) for a in order)]
     if missing:
-        raise_to = Layout(() if axis in missing else (axis,) for axis in target.axes)
-        steps += [raise_to, Layout((a,) for a in target.axes)]
-    current, layout = value, source
-    for step in [*steps, target]:
-        current = _step(op, sized, current, layout, step)
-        layout = step
-    return current
+        steps += [Layout(() if a in missing else (a,) for a in target.axes), Layout((a,) for a in target.axes)]
+    for here, there in pairwise([source, *steps, target]):
+        value = _step(op, sized, value, here, there)
+    return value
 
 
 def _step(op: Builder, sized: Sequence[Sized], value: ir.Value, here: Layout, there: Layout) -> ir.Value:
@@ -295,10 +292,8 @@ def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: 
         size = product(axis.size for axis in dim)
         if size.is_static:
             entries.append(size.factor)
-        elif reshape_from is not None and i < len(reshape_from) and reshape_from[i] == dim:
-            entries.append(0)
         else:
-            entries.append(dim)
+            entries.append(0 if reshape_from is not None and reshape_from[i : i + 1] == [dim] else dim)
     dynamic = [i for i, entry in enumerate(entries) if isinstance(entry, tuple)]
     if reshape_from is not None and len(dynamic) == 1:
         entries[dynamic[0]] = -1
@@ -317,8 +312,7 @@ def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:
         if axis.size.is_static:
             static *= axis.size.factor
             continue
-        holders = ((value, layout, i) for value, layout in sized if (i := _holder(axis, layout)) is not None)
-        holder = next(holders, None)
+        holder = next(((value, layout, i) for value, layout in sized if (i := _holder(axis, layout)) is not None), None)
         if holder is None:
             raise LayoutError(f"a size cannot be read from the shape of {sized[0][0].name!r}")
         value, layout, i = holder

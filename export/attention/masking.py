@@ -157,8 +157,7 @@ def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
     masking = [step for step in scores.masking if not _is_idle(step)]
     fills = [step for step in masking if isinstance(step, Fill)]
     if len(fills) == len(masking) and all(fill.number == -np.inf for fill in fills):
-        conditions = (allowed(writer, fill) for fill in reversed(fills))
-        return all_of(op, conditions) if fills else None
+        return all_of(op, (allowed(writer, fill) for fill in reversed(fills))) if fills else None
     mask: ir.Value | None = None
     for step in reversed(masking):
         if isinstance(step, Bias):
@@ -291,8 +290,7 @@ def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Valu
         zero, low = constant(op, np.zeros((1, 1, 1, 1)), dtype), constant(op, -np.inf, dtype)
         mask = like(op.Where(mask, zero, low), mask, dtype)
     if (numbers := constant_of(column.value)) is not None:
-        scaled = constant(op, np.asarray(numbers, np.float64) * sink.factor, dtype)
-        column = Operand(scaled, column.layout)
+        column = Operand(constant(op, np.asarray(numbers, np.float64) * sink.factor, dtype), column.layout)
     sizes, of_column = sizes_of(mask), set(column.layout.axes)
     outer = [dim if size != ONE or of_column & set(dim) else () for size, dim in zip(sizes[:3], dims[:3], strict=True)]
     mask_layout = Layout(() if size == ONE else dim for size, dim in zip(sizes, dims, strict=True))
@@ -301,8 +299,7 @@ def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Valu
     if sink.factor != 1.0 and numbers is None:
         scores = like(op.Mul(scores, constant(op, sink.factor, dtype)), scores)
     parts = (scores, mask) if sink.first else (mask, scores)
-    total = sizes_of(mask)[3].plus(sink.count)
-    return typed(op.Concat(*parts, axis=3), dtype, [*dims_of(mask)[:3], total.dim()])
+    return typed(op.Concat(*parts, axis=3), dtype, [*dims_of(mask)[:3], sizes_of(mask)[3].plus(sink.count).dim()])
 
 
 @dataclass(frozen=True)
@@ -364,8 +361,7 @@ def take_sinks(node: ir.Node) -> tuple[float, ...] | None:
         raise NotAttention("the scores of its attention sinks are not constants of each head")
     for i, x in enumerate((keys.before, values.before, mask), start=1):
         node.replace_input_with(i, x)
-    together = np.logaddexp.reduce(scores, axis=1)
-    return tuple(np.broadcast_to(together, sizes_of(input_of(node))[1].factor).tolist())
+    return tuple(np.broadcast_to(np.logaddexp.reduce(scores, axis=1), sizes_of(input_of(node))[1].factor).tolist())
 
 
 def _constant_scores(column: ir.Value) -> Array | None:

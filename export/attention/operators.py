@@ -7,7 +7,7 @@ import onnx_ir as ir
 from attnforge.export.attention.canonical import attention_node
 from attnforge.export.attention.masking import all_of, masks_nothing, within
 from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach
-from attnforge.export.graphs.attention_operators import read
+from attnforge.export.graphs.attention_operators import read, scale_of
 from attnforge.export.graphs.build import Builder, broadcast_like, insert, like, replace_value
 from attnforge.export.graphs.nodes import is_used, optional_input
 from attnforge.export.graphs.sizes import ONE, sizes_of
@@ -18,12 +18,11 @@ BOOL = ir.DataType.BOOL
 def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical already, apart from its scale."""
     query, key, value, mask, *others = (optional_input(node, i) for i in range(7))
-    is_causal = node.attributes.get_int("is_causal", 0)
     return (
         node.domain == ""
         and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in (query, key, value))
         and _is_whole(mask, key)
-        and not (mask is not None and is_causal)
+        and not (mask is not None and node.attributes.get_int("is_causal"))
         and all(v is None for v in others)
         and not any(is_used(output) for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
@@ -45,12 +44,16 @@ def _is_idle(mask: ir.Value) -> bool:
 
 def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
     """Replace an operator of :data:`~attnforge.export.graphs.attention_operators.READERS` by a canonical node called
-    `name`.
+    `name`; an Attention that is one already gets its scale and name.
 
     Raises:
         NotAttention: the operator does something that no canonical node does.
         LayoutError: the shape of an operand is not known.
     """
+    if is_standard(node):
+        node.attributes["scale"] = ir.AttrFloat32("scale", scale_of(node, node.inputs[0]))
+        node.name = name
+        return
 
     def build(op: Builder) -> tuple[ir.Value, ...]:
         reading = read(op, node)
@@ -58,8 +61,7 @@ def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
             raise NotAttention(f"a {node.op_type} with a cache, whose buffer may be longer than the keys in it")
         return _emit(op, reading, name), *reading.present
 
-    results = insert(graph, node, build, stem=f"{name}/operands")
-    for old, new in zip(node.outputs, results, strict=False):
+    for old, new in zip(node.outputs, insert(graph, node, build, stem=f"{name}/operands"), strict=False):
         if old is node.outputs[0] or is_used(old):
             like(old, new)
             replace_value(old, new)

@@ -242,10 +242,6 @@ def _scale(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Val
     return source, replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
 
 
-def _negative(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
-    return input_of(node), replace(steps, scale=-steps.scale)
-
-
 def _tanh(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
     """`a·tanh(b·s)` is a soft cap of `a` on scores scaled by `a·b`."""
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
@@ -304,7 +300,7 @@ def _dropout(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.V
 _HANDLERS: dict[str, Handler] = {
     "Mul": _scale,
     "Div": _scale,
-    "Neg": _negative,
+    "Neg": lambda node, position, steps: (input_of(node), replace(steps, scale=-steps.scale)),
     "Tanh": _tanh,
     "Max": _floor,
     "Clip": _floor,
@@ -418,7 +414,7 @@ def _before_casts(value: ir.Value, layout: Layout) -> Operand:
 
 def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
     product = contraction_of(node)
-    dims = dict(zip(product.output, position.layout.dims, strict=True))
+    dims: dict[Label, Dims] = dict(zip(product.output, position.layout.dims, strict=True))
     keys = next((label for label, dim in dims.items() if dim == position.keys), None)
     key_sides = [side for side in product.sides if keys in side.labels]
     if keys is None or len(key_sides) != 1:
@@ -430,9 +426,7 @@ def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Score
     (key,) = key_sides
     (query,) = (side for side in product.sides if side is not key)
     features: dict[Label, Dims] = {label: (Axis(size),) for label, size in product.summed.items()}
-    axes: dict[Label, Dims] = {None: ()}
-    axes.update(dims)
-    axes.update(features)
+    axes: dict[Label, Dims] = {None: (), **dims, **features}
 
     def operand(side: Side) -> Operand:
         return Operand(side.value, Layout(axes[label] for label in side.labels))

@@ -144,10 +144,9 @@ def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weig
     weights, value = (left, right) if left.value is position.value else (right, left)
     axes: dict[Label, Dims] = dict(zip(weights.labels, position.layout.dims, strict=True))
     if [axes[label] for label in product.summed] != [position.keys]:
-        mixes = constant_of(value.value) is not None
         raise NotAttention(
             f"{node.op_type} mixes the attention weights, as in talking heads: a fused kernel never stores them"
-            if mixes
+            if constant_of(value.value) is not None
             else "the product after the softmax does not sum over the keys"
         )
     features = [label for label in product.output if label in value.labels and label not in weights.labels]
@@ -188,8 +187,7 @@ def _past(node: ir.Node, position: Position, steps: WeightSteps) -> tuple[Positi
 def _where(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
     condition, if_true, if_false = inputs_of(node)
     kept = if_true is position.value and scalar(if_false) == 0.0
-    zeroed = if_false is position.value and scalar(if_true) == 0.0
-    if not (kept or zeroed):
+    if not (kept or (if_false is position.value and scalar(if_true) == 0.0)):
         raise NotAttention("Where replaces attention weights by something other than zeros")
     where, inverted = without_not(aligned(condition, position.layout), inverted=not kept)
     by_key = not set(where.layout.axes).isdisjoint(position.keys)
@@ -244,8 +242,7 @@ _HANDLERS: dict[str, Callable[[ir.Node, Position, WeightSteps], WeightSteps]] = 
 def _without_sinks(node: ir.Node, position: Position, sink: Sink | None) -> tuple[Axis, Layout]:
     """The axis of the keys alone, and the layout after a Slice that cuts off the attention sinks."""
     starts, axes, step = (constant_of(optional_input(node, i)) for i in (1, 3, 4))
-    sizes = sizes_of(node.outputs[0])
-    dims = position.layout.dims
+    sizes, dims = sizes_of(node.outputs[0]), position.layout.dims
     axis = dims.index((sink.joint,)) if sink is not None and (sink.joint,) in dims else None
     sliced = "the attention weights are sliced before they meet the values"
     if sink is None or axis is None or starts is None or axes is None or axes.size != 1:

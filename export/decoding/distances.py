@@ -32,8 +32,8 @@ from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
 from attnforge.export.masks.reader import BOOL, Interpreter, Reader
+from attnforge.export.masks.regions import fit
 from attnforge.export.masks.scores import PAIR, Scores
-from attnforge.export.masks.shape import fit
 from attnforge.export.masks.visibility import Visibility, scores_index
 
 
@@ -111,8 +111,7 @@ def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, B
     if any(reader.bounds(line)[1] > least + NEGLIGIBLE for _, line in cases if reader.is_hidden(line)):
         raise NotByDistance("what it adds to hidden keys is not low enough compared to its bias")
     slopes = np.broadcast_to(bias[KEY], heads)
-    visible = Visibility(regions, frozenset(), "never", n_q, n_k)
-    return visible, tuple(float(slope) for slope in slopes)
+    return Visibility(regions, frozenset(), "never", n_q, n_k), tuple(float(slope) for slope in slopes)
 
 
 def _at_own_key(line: Line) -> Line:
@@ -219,7 +218,9 @@ class _Lines(Interpreter[Cases]):
         lines = [line for position in along if (line := self._of_expression(position)) is not None]
         if len(lines) < len(along):
             raise NotByDistance(f"where {value.name!r} is read is not known")
-        if (fitted := evenly(numbers, _ulps(table.dtype))) is None:
+        kind = table.dtype  # numbers err by up to a unit in the last place of its mantissa
+        ulp = 0.0 if kind.kind in "iu" else 2.0 ** -int(ml_dtypes.finfo(kind).nmant)  # type: ignore[no-untyped-call]
+        if (fitted := evenly(numbers, ulp)) is None:
             raise NotByDistance(f"{value.name!r} is a table whose steps are not equal")
         for position, size in zip(along, ends, strict=True):
             self._check_inside(value, position, size)
@@ -240,11 +241,6 @@ class _Lines(Interpreter[Cases]):
                 f"{value.name} has biases for {size} positions and the cache has {self.capacity}; give a smaller "
                 "cache_tokens"
             )
-
-
-def _ulps(kind: np.dtype[np.generic]) -> float:
-    """The largest relative rounding error of a type."""
-    return 0.0 if kind.kind in "iu" else 2.0 ** -int(ml_dtypes.finfo(kind).nmant)  # type: ignore[no-untyped-call]
 
 
 def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
@@ -278,8 +274,7 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
             even = even + far.reshape([size if i == axis else 1 for i in range(len(sizes))])
         if not np.all(np.abs(numbers - even) <= 2 * ulp * (np.abs(numbers) + np.abs(near[head]))):
             return None
-    first = near - sum((i * step for i, step in zip(anchor, steps, strict=True)), np.zeros(1))
-    return first, steps
+    return near - sum((i * step for i, step in zip(anchor, steps, strict=True)), np.zeros(1)), steps
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

@@ -31,12 +31,11 @@ from attnforge.export.attention.masking import before_sinks, take_sinks, with_ze
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.decoding.distances import NotByDistance, TooFewPositions, slopes_of
-from attnforge.export.decoding.kept import KEPT, compute_kept, last_products
 from attnforge.export.decoding.positions import look_up_positions
 from attnforge.export.decoding.tokens import check_by_token, kinds_of
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
-from attnforge.export.graphs.nodes import input_of, is_op, numpy_type
+from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, inputs_of, is_op, maker_of, numpy_type, rank_of
 from attnforge.export.graphs.qdq import INT8, InInt8
 from attnforge.export.graphs.sizes import LayoutError, Size, sizes_of
 from attnforge.export.lowering.attention import Attention, ByHead, Seen, attention_of, attentions
@@ -81,7 +80,10 @@ def with_cache(
     tokens, count = _tokens(inputs, outputs, capacity)
     batch, symbol, ids = tokens.dims[0], count.symbol, graph.inputs[0]
     cached = sites_over_tokens(model, sites)
-    _check_sites(sites, cached)
+    if (unread := next((site for site in sites if site.node is None), None)) is not None:
+        raise UsageError(f"the attention of {unread.name} was not recognised ({unread.reason}), so it has no cache")
+    if not cached:
+        raise UsageError("the model has no attention to other tokens, so there is nothing to cache; omit cache_tokens")
     sinks = _without_sinks(graph, cached)
     attended = list(attentions(model, cached))
     seen = {a.node.name: replace(_seen(site, a, count, capacity), sinks=sinks[a.node.name]) for site, a in attended}
@@ -93,15 +95,13 @@ def with_cache(
     if fixed := [output for output in graph.outputs if output not in kinds.by_token]:
         raise UsageError(f"output {fixed[0].name} does not depend on the tokens; remove it from what forward returns")
     names = [str(a.node.name) for _, a in attended]
-    samples = batch.symbol if isinstance(batch, DimSpec) else None
-    numbering = check_by_token(graph, kinds, symbol, names, samples)
+    numbering = check_by_token(graph, kinds, symbol, names, batch.symbol if isinstance(batch, DimSpec) else None)
     products = last_products(graph, *kinds)
     past, kept = ir.Value(name=_unused(graph, PAST)), ir.Value(name=_unused(graph, KEPT, inputs))
     graph.inputs.append(typed(past, INT64, [_dim(batch)]))
     graph.inputs.append(typed(kept, INT64, [ir.SymbolicDim(str(kept.name))]))
     positions = _positions(graph, past)
-    least = max(count.min or 1, 1)
-    look_up_positions(model, kinds, symbol, ids, positions, capacity, least, numbering)
+    look_up_positions(model, kinds, symbol, ids, positions, capacity, max(count.min or 1, 1), numbering)
     compute_kept(graph, kept, products)
     masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
     caches = []
@@ -185,14 +185,6 @@ def sites_over_tokens(model: ir.Model, sites: Sequence[Site]) -> list[Site]:
     """
     keys = {node.name: input_of(node, 1) for node in model.graph if is_op(node, "Attention")}
     return [site for site in sites if site.node in keys and not sizes_of(keys[site.node])[2].is_static]
-
-
-def _check_sites(sites: Sequence[Site], cached: Sequence[Site]) -> None:
-    for site in sites:
-        if site.node is None:
-            raise UsageError(f"the attention of {site.name} was not recognised ({site.reason}), so it has no cache")
-    if not cached:
-        raise UsageError("the model has no attention to other tokens, so there is nothing to cache; omit cache_tokens")
 
 
 def _without_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, ByHead | None]:
@@ -370,3 +362,77 @@ def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layou
         for operand, size in zip(operands, ("d_k", "d_v"), strict=True)
     )
     return key, value
+
+
+# --- results of the tokens that a call asks for -----------------------------------------------------------------------
+
+# Compute the results of the tokens that a call asks for: of a prompt, the logits of the last token alone are read.
+
+
+KEPT = "kept"
+"""Name of the input with the tokens of a call whose results are computed."""
+
+
+def last_products(graph: ir.Graph, by_token: set[ir.Value], by_count: set[ir.Value]) -> list[ir.Node | None]:
+    """For each output, the product with weights that computes it from each token, except for operators by element
+    after it; None if there is none that only this output reads.
+
+    Args:
+        graph: a graph whose outputs are `(batch, tokens, …)`, and which computes them token by token.
+        by_token: values that depend on the contents of the model's inputs.
+        by_count: values that depend on the number of tokens only.
+    """
+    return [_product(output, by_token, by_count) for output in graph.outputs]
+
+
+def _product(output: ir.Value, by_token: set[ir.Value], by_count: set[ir.Value]) -> ir.Node | None:
+    value = output
+    while (node := value.producer()) is not None:
+        expected = (0, True) if value is output else (1, False)
+        if (len(value.uses()), value.is_graph_output()) != expected:
+            return None
+        read = [each for each in inputs_of(node) if each in by_token]
+        if len(node.outputs) != 1 or len(read) != 1 or not by_count.isdisjoint(inputs_of(node)):
+            return None
+        if is_op(node, "MatMul"):
+            is_rounded = is_op(maker_of(read[0]), "DequantizeLinear")  # which has to stay next to the product
+            return node if read[0] is node.inputs[0] and rank_of(read[0]) == 3 and not is_rounded else None
+        if not is_op(node, *BY_ELEMENT) or dims_of(read[0])[:2] != dims_of(node.outputs[0])[:2]:
+            return None
+        value = read[0]
+    return None
+
+
+def compute_kept(graph: ir.Graph, kept: ir.Value, products: Sequence[ir.Node | None]) -> None:
+    """Make every output `(batch, kept, …)`, of these tokens, in place.
+
+    Args:
+        graph: the graph; its outputs are `(batch, tokens, …)`.
+        kept: the indices of the tokens, `(kept,)`.
+        products: see :func:`last_products`.
+    """
+    for i, (output, node) in enumerate(zip(list(graph.outputs), products, strict=True)):
+        if node is not None:
+            node.replace_input_with(0, _taken(graph, node, input_of(node), kept))
+            value = node.outputs[0]
+            while True:
+                value.shape = ir.Shape(_dims(value, kept))
+                if value is output:
+                    break
+                ((reader, _),) = value.uses()
+                value = reader.outputs[0]
+        elif (last := output.producer()) is not None:
+            graph.outputs[i] = taken = _taken(graph, last, output, kept, after=True)
+            output.name, taken.name = f"{output.name}/every token", output.name
+
+
+def _taken(graph: ir.Graph, at: ir.Node, value: ir.Value, kept: ir.Value, after: bool = False) -> ir.Value:
+    def take(op: Builder) -> ir.Value:
+        return typed(op.Gather(value, kept, axis=1), value.dtype, _dims(value, kept))
+
+    return insert(graph, at, take, after, stem=f"{at.name}/{value.name}/{KEPT}")
+
+
+def _dims(value: ir.Value, kept: ir.Value) -> list[int | ir.SymbolicDim]:
+    batch, _, *rest = dims_of(value)
+    return [batch, dims_of(kept)[0], *rest]

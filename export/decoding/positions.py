@@ -189,8 +189,7 @@ def _looked_up(
             return typed(op.Unsqueeze(rows, constant(op, ones)), dtype, dims) if ones else rows
         shape = op.Shape(positions)
         apart = op.Reshape(rows, op.Concat(shape, constant(op, list(sizes)), axis=0) if sizes else shape)
-        perm = [[samples, axis, *others].index(i) for i in range(rank)]
-        return typed(op.Transpose(apart, perm=perm), dtype, dims)
+        return typed(op.Transpose(apart, perm=[[samples, axis, *others].index(i) for i in range(rank)]), dtype, dims)
 
     return insert(graph, after, build, after=True, stem=f"{table.name}/at positions/{samples}, {axis} of {rank}")
 

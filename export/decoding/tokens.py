@@ -17,8 +17,7 @@ import onnx_ir as ir
 from attnforge.errors import UsageError
 from attnforge.export.attention.contraction import contraction_of
 from attnforge.export.attention.roles import SHAPE_INPUTS
-from attnforge.export.decoding.order import RowOrder, token_axes
-from attnforge.export.decoding.sorting import SortedRows
+from attnforge.export.decoding.order import RowOrder, SortedRows, token_axes
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import (
     BY_ELEMENT,
@@ -176,8 +175,7 @@ def _why_attending(node: ir.Node, tokens: str, what: str) -> str | None:
     """Why attention to a fixed number of keys may mix tokens."""
     queries, *read = (set(token_axes(value, tokens)) for value in inputs_of(node)[:3])
     mask = optional_input(node, 3)
-    is_by_key = mask is not None and rank_of(mask) - 1 in token_axes(mask, tokens)
-    if is_by_key or any(axes & {2, 3} for axes in read):
+    if (mask is not None and rank_of(mask) - 1 in token_axes(mask, tokens)) or any(axes & {2, 3} for axes in read):
         return f"attends to several {what}"
     return "is causal" if node.attributes.get_int("is_causal", 0) and 2 in queries else None
 
@@ -221,11 +219,6 @@ def _repeated(node: ir.Node, rank: int) -> list[int] | None:
     return None if repeats is None else [axis for axis, count in enumerate(repeats) if count != 1]
 
 
-def _of_channels(node: ir.Node, rank: int) -> list[int]:
-    """The axes that a normalisation by fixed numbers combines: none, unless it is in training mode."""
-    return list(range(rank)) if node.attributes.get_int("training_mode", 0) else []
-
-
 def _convolved(node: ir.Node, rank: int) -> list[int] | None:
     """The channels, and the axes along which a convolution combines, adds or drops positions."""
     kernel, places = input_of(node, 1).shape, rank - 2
@@ -248,7 +241,8 @@ _AXES: dict[str, Callable[[ir.Node, int], list[int] | None]] = {
     **dict.fromkeys(("ArgMax", "ArgMin", "Concat", "GatherElements", "ScatterElements", "Split"), _of_axis(0)),
     **dict.fromkeys(("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK"), _of_axis(-1)),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _to_the_end),
-    "BatchNormalization": _of_channels,
+    # by fixed numbers, unless it is in training mode
+    "BatchNormalization": lambda node, rank: list(range(rank)) if node.attributes.get_int("training_mode", 0) else [],
     "Conv": _convolved,
     "GroupNormalization": lambda node, rank: list(range(1, rank)),
     "InstanceNormalization": lambda node, rank: list(range(2, rank)),

@@ -57,8 +57,7 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
             zero = ir.tensor(np.zeros(1, numpy_type(value)), dtype=value.dtype)
             return like(op.ConstantOfShape(shape, value=zero), value)
 
-        new = insert(graph, graph[0], empty, stem=f"without past/{name}")
-        ir.convenience.replace_all_uses_with(value, new)
+        ir.convenience.replace_all_uses_with(value, insert(graph, graph[0], empty, stem=f"without past/{name}"))
         graph.inputs.remove(value)
     graph.outputs[:] = [value for value in graph.outputs if value.name not in following]
     for node in graph:

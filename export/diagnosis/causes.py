@@ -217,8 +217,7 @@ def _why_amplified(tensor: TensorErrors, trace: Trace) -> tuple[Cause, str]:
         return _why_softmax(tensor, trace, inputs[0], grew)
     norm = float(np.linalg.norm(result[np.isfinite(result)]))
     if node.op_type in ("Add", "Sub") and inputs:
-        operand = max(float(np.linalg.norm(np.broadcast_to(array, result.shape))) for array in inputs)
-        condition = operand / (norm or 1.0)
+        condition = max(float(np.linalg.norm(np.broadcast_to(array, result.shape))) for array in inputs) / (norm or 1.0)
         if condition >= AMPLIFIES:
             return "cancellation", f"{tensor.name} is a difference of numbers {condition:.0f} times as large: {grew}"
     if (terms := _sum_of_magnitudes(tensor, trace)) is not None and terms >= AMPLIFIES * norm:
@@ -241,8 +240,7 @@ def _sum_of_magnitudes(tensor: TensorErrors, trace: Trace) -> float | None:
         total = float(np.linalg.norm(np.abs(arrays[0]))) * math.sqrt(terms)
         return total / (terms if node.op_type == "ReduceMean" else 1.0)
     if node.op_type == "LayerNormalization":  # the terms are those of the difference from the mean
-        centred = arrays[0] - arrays[0].mean(-1, keepdims=True)
-        spread = float(np.linalg.norm(centred)) or 1.0
+        spread = float(np.linalg.norm(arrays[0] - arrays[0].mean(-1, keepdims=True))) or 1.0
         return float(np.linalg.norm(arrays[0])) / spread * float(np.linalg.norm(result))
     return None
 
@@ -256,8 +254,7 @@ def numbers_of(value: ir.Value | None, computed: Mapping[str, Array] | None = No
 
 
 def _why_softmax(tensor: TensorErrors, trace: Trace, scores: Array, grew: str) -> tuple[Cause, str]:
-    finite = scores[np.isfinite(scores)]
-    reach = float(np.max(np.abs(finite), initial=0.0))
+    reach = float(np.max(np.abs(scores[np.isfinite(scores)]), initial=0.0))
     spacing = 2 * tensor.unit * 2.0 ** np.floor(np.log2(reach)) if reach > 0 else 0.0
     axis = tensor.node.attributes.get_int("axis", -1) or 0
     peak = float(np.nanmean(np.max(trace.exact[tensor.name], axis=axis)))

@@ -28,9 +28,8 @@ from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
 from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.flops import run_cost
-from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, with_products
+from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, values_of, with_products
 from attnforge.export.graphs.float64 import NoDoublePath
-from attnforge.export.graphs.parts import values_of
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.room import most_alive
 from attnforge.export.sources.torch_module import Captured
@@ -128,12 +127,7 @@ def _graph(model: ir.Model, inputs: Mapping[str, Array], names: Sequence[str] | 
 
 
 def _missed(
-    source: Captured,
-    case: Case,
-    got: Tensors,
-    is_exact: bool,
-    eager: Mapping[str, Array],
-    exact: Mapping[str, Array],
+    source: Captured, case: Case, got: Tensors, is_exact: bool, eager: Mapping[str, Array], exact: Mapping[str, Array]
 ) -> Comparison | None:
     """The first output of the graph that misses the budget where eager does not overflow.
 
@@ -172,8 +166,8 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     if tensor is None:
         evidence = f"{summary}; so does that of torch.export's program"
         return Wrong(cause="export", stage="torch.export", evidence=evidence)
-    value = values_of(source.model)[tensor]
-    if value.producer() is None and np.array_equal(module[tensor].astype(source.precision.dtype), graph[tensor]):
+    node = values_of(source.model)[tensor].producer()
+    if node is None and np.array_equal(module[tensor].astype(source.precision.dtype), graph[tensor]):
         return None
     agreed = {name for name in names[: names.index(tensor)] if off[name] <= limits[-1]}
     nodes = {renamed.get(n.name, n.name): n for n in program.graph.nodes if n.op == "call_function"}
@@ -186,24 +180,11 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
         f"{scientific(off[tensor])} off the module's, although its operands agree: the module computes {_text(way)}, "
         f"the graph {computed}"
     )
-    return _wrong_at(value, way, lost, evidence)
-
-
-def _wrong_at(value: ir.Value, way: list[fx.Node], lost: list[fx.Node], evidence: str) -> Wrong:
-    """The record of a wrong tensor.
-
-    Args:
-        value: the tensor.
-        way: the module's operators that lead to it.
-        lost: those of them that the graph does not have.
-        evidence: the numbers that show it.
-    """
-    node = value.producer()
     return Wrong(
         cause="export",
         stage="plain",
         evidence=f"{evidence}, without {_text(lost)}" if lost else evidence,
-        tensor=value.name,
+        tensor=tensor,
         operator=str(_operator(lost[-1] if lost else way[-1]).target),
         module=None if node is None else module_of(node),
         line=None if node is None else line_of(node),

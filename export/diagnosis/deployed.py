@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.atomic import temporary_folder
-from attnforge.bundle import CANONICAL, FLAVOURS, Bundle, TargetRecord, write_manifest
+from attnforge.bundle import CANONICAL, FLAVOURS, NEXT, Bundle, TargetRecord, write_manifest
 from attnforge.errors import UnavailableError
 from attnforge.export.decoding.whole import whole_graph
-from attnforge.export.graphs.execute import Tensors, as_it_is, wide
-from attnforge.export.graphs.parts import computed
+from attnforge.export.graphs.execute import Tensors, as_it_is, computed, in_float64, wide
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
@@ -114,3 +114,40 @@ def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> li
     values = {str(v.name): v for node in model.graph for v in node.outputs}
     model.graph.outputs.extend(values[name] for name in shown if name not in outputs)
     return shown
+
+
+# --- a decoder step ---------------------------------------------------------------------------------------------------
+
+# A decoder step after a past, as diagnosis examines it if only steps are wrong.
+
+
+def step_inputs(bundle: Bundle, feeds: Mapping[str, Array], position: int) -> dict[str, Array]:
+    """Inputs of a step of one token, with the caches computed in float64.
+
+    Args:
+        bundle: a bundle with a cache.
+        feeds: the model's inputs by name, whole sequences.
+        position: position of the first sample's token, limited to the last one. Every further sample is one position
+            earlier, as far as possible, so that mixed-up samples show.
+
+    Raises:
+        NoDoublePath: an operator of the model cannot be computed in float64.
+    """
+    decoding, tokens = bundle.manifest.decoding, feeds[bundle.manifest.graph_inputs[0].name]
+    assert decoding is not None
+    position = min(position, tokens.shape[1] - 1)
+    pasts = np.maximum(position - np.arange(len(tokens)), 0)
+    caches = {
+        spec.name: np.zeros((len(tokens), *(dim for dim in spec.dims[1:] if isinstance(dim, int))))
+        for spec in decoding.tensors
+    }
+    first = {} if decoding.kept is None else {decoding.kept: np.zeros(1, np.int64)}
+    if position:
+        run = in_float64(load_graph(bundle, CANONICAL), [f"{name}{NEXT}" for name in caches])
+        nothing = np.zeros(len(tokens), np.int64)
+        filled = run({decoding.tokens: tokens[:, :position], decoding.past: nothing, **first, **caches})
+        for name, cache in caches.items():
+            for sample, past in enumerate(pasts):
+                cache[sample, :, :past] = filled[f"{name}{NEXT}"][sample, :, :past]
+    following = tokens[np.arange(len(tokens)), pasts][:, None]
+    return {decoding.tokens: following, decoding.past: pasts.astype(np.int64), **first, **caches}

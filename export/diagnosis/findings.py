@@ -17,7 +17,7 @@ from attnforge.export.diagnosis.finding import COSTS, Finding
 from attnforge.export.diagnosis.quantised import costliest_step, saturated_on
 from attnforge.export.diagnosis.rewrites import Parting, write_reproduction
 from attnforge.export.diagnosis.trace import Trace
-from attnforge.export.graphs.parts import values_of
+from attnforge.export.graphs.execute import values_of
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 
@@ -67,7 +67,7 @@ def first_finding(examination: Examination) -> Finding:
         _recorded(examination)
         or _wrong_rewrite(examination)
         or _wrong_backend(examination)
-        or _precision(examination)
+        or (None if examination.of_precision.cause in COSTS else examination.of_precision)
         or _wrong_export(examination)
         or another_reference(examination.trace.error, examination.eager_error, examination.bundle.manifest)
         or examination.of_precision
@@ -124,11 +124,6 @@ def _wrong_backend(examination: Examination) -> Finding | None:
             )
             return Finding.at(tensor, "operator", evidence, stage=backend)
     return None
-
-
-def _precision(examination: Examination) -> Finding | None:
-    """The effect of the precision on the model, if that is more than rounding."""
-    return None if examination.of_precision.cause in COSTS else examination.of_precision
 
 
 def _wrong_export(examination: Examination) -> Finding | None:

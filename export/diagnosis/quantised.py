@@ -77,8 +77,7 @@ def with_weights(model: ir.Model) -> ir.Model:
     arrays = as_it_is(copy, names)({}) if names else {}
     for node, name in zip(stored, names, strict=True):
         node.outputs[0].name = f"{name}/stored"
-        weight = initializer(copy.graph, name, arrays[name])
-        ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+        ir.convenience.replace_all_uses_with(node.outputs[0], initializer(copy.graph, name, arrays[name]))
     RemoveUnusedNodesPass()(copy)
     return copy
 
@@ -113,14 +112,13 @@ def steps_of(model: ir.Model) -> list[Rounding]:
         scale, readers = constant_of(quantise.inputs[1]), [use.node for use in node.outputs[0].uses()]
         if scale is None or scale.size != 1 or not readers:
             continue
-        first = next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])
         steps.append(
             Rounding(
                 tensor=str(node.outputs[0].name),
                 source=str(input_of(quantise).name),
                 scale=float(scale.item()),
                 scheme=SCHEMES["int8" if quantise.outputs[0].dtype == INT8 else "fp8"],
-                module=module_of(first),
+                module=module_of(next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])),
                 users=tuple(str(reader.name) for reader in readers),
                 is_input=all(reader.op_type == "MatMul" and input_of(reader, 1).is_initializer() for reader in readers),
             )

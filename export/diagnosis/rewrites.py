@@ -18,10 +18,9 @@ from attnforge.arrays import Array
 from attnforge.bundle import Certificate, SiteRecord
 from attnforge.export.diagnosis.stages import StageGraph, module_of
 from attnforge.export.diagnosis.trace import error_of
-from attnforge.export.graphs.execute import as_it_is, in_float64, with_products
+from attnforge.export.graphs.execute import as_it_is, computed, in_float64, part_of, values_of, with_products
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import numpy_type, upstream
-from attnforge.export.graphs.parts import computed, part_of, values_of
 from attnforge.export.graphs.saving import save
 from attnforge.export.graphs.types import FLOAT, LOW, retype
 
@@ -85,8 +84,7 @@ def _parting(
     tensor = next((name for name in common if differences[name] > same), outputs[0])
     region, inputs = region_of(after.model, tensor, {name for name in common if differences[name] <= same})
     names = [node.name or "" for node in region]
-    sites = (d for d in certificate.details if any(name.startswith(f"{d.site}/") for name in names))
-    site = next(sites, None)
+    site = next((d for d in certificate.details if any(name.startswith(f"{d.site}/") for name in names)), None)
     rule = _altered(before.model, after.model, region) or _rule(before, after, region[-1], site)
     module = site.site if site is not None else module_of(region[-1])
     return Parting(before, after, tensor, module, rule, differences.get(tensor, np.inf), inputs)

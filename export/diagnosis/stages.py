@@ -14,8 +14,7 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.graphs.nodes import scope_of
 from attnforge.export.graphs.saving import load_graph, with_weights_of
-from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.forms import write
+from attnforge.export.lowering.attention import attentions, write
 from attnforge.export.lowering.onnxruntime import candidates_for
 from attnforge.export.tensorrt.build import site_of
 

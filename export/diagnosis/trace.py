@@ -16,9 +16,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, wide
+from attnforge.export.graphs.execute import Tensors, at_own_precision, computed, in_float64, values_of, wide
 from attnforge.export.graphs.nodes import upstream
-from attnforge.export.graphs.parts import computed, values_of
 from attnforge.runtime.parity.budget import relative_error
 
 
@@ -86,8 +85,7 @@ class Trace:
         """The error of the outputs if the tensor `name` is replaced by float64's."""
         if name in self.outputs:
             return 0.0
-        run = at_own_precision(self.model, self.outputs, [name])
-        results = run({**self.feeds, name: self.exact[name]})
+        results = at_own_precision(self.model, self.outputs, [name])({**self.feeds, name: self.exact[name]})
         return max(error_of(results[output], self.exact[output]) for output in self.outputs)
 
 

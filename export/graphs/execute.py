@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImplemented_
 
 from attnforge.arrays import Array, is_floating
 from attnforge.atomic import temporary_folder
 from attnforge.errors import first_line
 from attnforge.export.graphs.float64 import NoDoublePath, attention_as_products, to_double
-from attnforge.export.graphs.parts import part_of
 from attnforge.export.graphs.saving import SHELVED, save
-from attnforge.export.graphs.types import DOUBLE, FLOAT, LARGE, cast_input, cast_output, round_results
+from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LARGE, cast_input, cast_output, round_results
 from attnforge.runtime.backends.onnxruntime import session_options
 
 BFLOAT16 = ir.DataType.BFLOAT16
@@ -174,3 +174,61 @@ def wide(array: Array) -> Array:
 
 def _names(model: ir.Model, names: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys([str(value.name) for value in model.graph.outputs] if names is None else names))
+
+
+# --- parts of a graph -------------------------------------------------------------------------------------------------
+
+# Tensors of a graph by name, and the part of a graph that computes given tensors.
+
+
+def computed(model: ir.Model) -> list[str]:
+    """Names of the floating-point tensors that `model` computes, in graph order."""
+    return [
+        str(output.name)
+        for node in model.graph
+        if node.op_type != "Constant"
+        for output in node.outputs
+        if output.dtype in FLOATS and output.name
+    ]
+
+
+def values_of(model: ir.Model) -> dict[str, ir.Value]:
+    """Every tensor of a graph by name: inputs, weights and results."""
+    return ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+
+
+def part_of(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) -> ir.Model:
+    """A copy of `model` that computes given tensors, with only the nodes, weights and inputs that they need.
+
+    Args:
+        model: is not changed; its weights are shared.
+        names: names of the tensors, which are the outputs of the part in this order. A tensor that a node computes
+            keeps its name, unless it is in `given` too: then the input has that name.
+        given: names of tensors that are inputs of the part.
+    """
+    part = model.clone()
+    graph, values = part.graph, values_of(part)
+    for name in given:
+        value = values[name]
+        if value.is_graph_input():
+            continue
+        source = ir.Value(name=name, type=value.type, shape=value.shape)
+        value.name = f"{name}/computed"
+        for user, index in list(value.uses()):
+            user.replace_input_with(index, source)
+        graph.inputs.append(source)
+    graph.outputs[:] = [_as_output(graph, values[name]) for name in names]
+    RemoveUnusedNodesPass()(part)
+    graph.inputs[:] = [value for value in graph.inputs if value.uses()]
+    return part
+
+
+def _as_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """`value`, or an Identity of an input or weight, which cannot be an output itself."""
+    if value.producer() is not None:
+        return value
+    copy = ir.node("Identity", [value], name=f"{value.name}/output")
+    output = copy.outputs[0]
+    output.name, output.type, output.shape = f"{copy.name}:0", value.type, value.shape
+    graph.append(copy)
+    return output

@@ -23,9 +23,8 @@ from attnforge.arrays import Array
 from attnforge.export.attention.masking import within
 from attnforge.export.graphs.build import Builder, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
-from attnforge.export.lowering.attention import HEADS_FIRST, SIDE_BY_SIDE, Attention, blocks_of
+from attnforge.export.lowering.attention import HEADS_FIRST, SIDE_BY_SIDE, Attention, Candidate, Emit, blocks_of
 from attnforge.export.lowering.band import Band
-from attnforge.export.lowering.forms import Candidate, Emit
 from attnforge.export.masks.at_blocks import mask_at_blocks
 
 BOOL = ir.DataType.BOOL

@@ -24,8 +24,7 @@ from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, like, replace_value, typed, up_to
 from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.sizes import Size
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Seen
-from attnforge.export.lowering.forms import Emit
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Emit, Seen
 from attnforge.export.lowering.rotary import before_rotation
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT

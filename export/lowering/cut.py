@@ -17,13 +17,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.export.graphs.execute import as_it_is
+from attnforge.export.graphs.execute import as_it_is, part_of, values_of
 from attnforge.export.graphs.nodes import input_of, inputs_of, is_op
-from attnforge.export.graphs.parts import part_of, values_of
 from attnforge.export.graphs.sizes import shape_at
 from attnforge.export.graphs.types import FLOATS
-from attnforge.export.lowering.attention import Attention, attention_of
-from attnforge.export.lowering.forms import Candidate, write
+from attnforge.export.lowering.attention import Attention, Candidate, attention_of, write
 
 BOOL, BFLOAT16, INT8 = ir.DataType.BOOL, ir.DataType.BFLOAT16, ir.DataType.INT8
 

@@ -39,18 +39,25 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
-from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.canonicalize import Site, SitesResult
 from attnforge.export.attention.layout import Layout, effort
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, initializer, like, typed
-from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.graphs.types import in_fp32, widen
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, Lowered
+from attnforge.export.lowering.attention import (
+    CONTRIB,
+    NO_SIZES,
+    SIDE_BY_SIDE,
+    Attention,
+    Candidate,
+    Lowered,
+    Sizes,
+    usual,
+)
 from attnforge.export.lowering.blocks import BAND, forms_in_blocks, in_blocks, written
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
-from attnforge.export.lowering.forms import CONTRIB, NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
 from attnforge.export.lowering.products import mask_steps, products

@@ -24,17 +24,15 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, attention_node
-from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.canonicalize import Site, SitesResult
 from attnforge.export.attention.masking import any_key
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, constant, like
 from attnforge.export.graphs.nodes import is_op, upstream
-from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
-from attnforge.export.lowering.attention import Attention, Lowered
+from attnforge.export.lowering.attention import NO_SIZES, Attention, Candidate, Lowered, Sizes, usual
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
-from attnforge.export.lowering.forms import NO_SIZES, Candidate, Sizes, usual
 from attnforge.export.lowering.products import BOOL, products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 

@@ -33,7 +33,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import MASK_STEP, OUTPUT
-from attnforge.export.attention.canonicalize import Site
+from attnforge.export.attention.canonicalize import Site, SitesResult
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import (
@@ -50,13 +50,11 @@ from attnforge.export.graphs.build import (
 )  # fmt: skip
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.nodes import numpy_type, upstream
-from attnforge.export.graphs.passes import SitesResult
 from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.graphs.types import in_fp32
-from attnforge.export.lowering.attention import Attention, Lowered, attentions
+from attnforge.export.lowering.attention import Attention, Lowered, attentions, usual
 from attnforge.export.lowering.blocks import in_blocks
 from attnforge.export.lowering.causal_blocks import in_causal_blocks
-from attnforge.export.lowering.forms import usual
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 

@@ -27,9 +27,8 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.execute import open_session
 from attnforge.export.graphs.sizes import Unmeasurable, evaluated, sizes_of
-from attnforge.export.lowering.attention import Attention, FormChoice, Lowered, attentions
+from attnforge.export.lowering.attention import Attention, Candidate, FormChoice, Lowered, attentions, write
 from attnforge.export.lowering.cut import cut_of, work_of
-from attnforge.export.lowering.forms import Candidate, write
 from attnforge.numbers import scientific
 from attnforge.progress import Steps
 from attnforge.runtime.parity.budget import relative_error

@@ -111,8 +111,7 @@ class Affine:
         """`self // divisor`, for a positive divisor."""
         whole = Affine.of(self.number // divisor, {atom: n // divisor for atom, n in self.terms if n % divisor == 0})
         rest = {atom: n for atom, n in self.terms if n % divisor}
-        inner = Affine.of(self.number % divisor, rest)
-        return whole + Affine.atom(Quotient(inner, divisor)) if rest else whole
+        return whole + Affine.atom(Quotient(Affine.of(self.number % divisor, rest), divisor)) if rest else whole
 
     def evaluate(self, number_of: Callable[[Atom], int]) -> int:
         """Evaluate it, given the number of every atom that is not a quotient."""

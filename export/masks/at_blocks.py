@@ -241,11 +241,8 @@ class _Blocks(Interpreter[ir.Value]):
         if any(len(Affine.atom(atom).variables) > 1 or Affine.atom(atom).variables.difference(PAIR) for atom in terms):
             raise NotByBlocks(f"{x.text()} depends on more than a query and a key")
         of_key = Affine.of(0, {atom: n for atom, n in terms.items() if Variable.KEY in Affine.atom(atom).variables})
-        of_query = of_key - x
-        key, query = (
-            self.cut(self._vector(part, variable))
-            for part, variable in ((of_key, Variable.KEY), (of_query, Variable.QUERY))
-        )
+        key = self.cut(self._vector(of_key, Variable.KEY))
+        query = self.cut(self._vector(of_key - x, Variable.QUERY))
         return broadcast_like(op.GreaterOrEqual(key, query), key, query, dtype=BOOL)
 
     def _vector(self, x: Affine, variable: Variable) -> ir.Value:

@@ -16,9 +16,8 @@ from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.masks.affine import Affine, Atom, Variable
 from attnforge.export.masks.indices import Index
 from attnforge.export.masks.numbers import UNKNOWN, Arithmetic, Between, Number
-from attnforge.export.masks.regions import ALL, MOST_REGIONS, Blocks, Interval, PairRegion, Regions, visible
+from attnforge.export.masks.regions import ALL, MOST_REGIONS, Blocks, Interval, PairRegion, Regions, pairs_of, visible
 from attnforge.export.masks.scores import PAIR, Scores, Whole
-from attnforge.export.masks.shape import pairs_of
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
@@ -89,8 +88,8 @@ def _progression(scores: Scores, array: NDArray[np.int64], index: Index) -> Whol
         step = int(array[tuple(width if i == axis else 0 for i in range(array.ndim))] - starts)
         along = np.arange(array.shape[axis]) // width * step
         even = even + along.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
-        counted = scores.divided(position, width) if width > 1 else position
-        result = result.add(counted.scale_val(scores.value(step)))
+        position = scores.divided(position, width) if width > 1 else position
+        result = result.add(position.scale_val(scores.value(step)))
     return result if np.array_equal(array, even) else None
 
 
@@ -128,11 +127,9 @@ def _condition(scores: Scores, flags: Flags, positions: Sequence[Whole]) -> isl.
 
 
 def _along(scores: Scores, flags: Flags, position: Whole) -> isl.Set:
-    runs, last = _runs(flags), len(flags) - 1
+    runs, last, result = _runs(flags), len(flags) - 1, scores.never
     is_exact = len(runs) <= MOST_RUNS
-    intervals = runs if is_exact else [(runs[0][0], runs[-1][1])]
-    result = scores.never
-    for start, stop in intervals:
+    for start, stop in runs if is_exact else [(runs[0][0], runs[-1][1])]:
         after = position.ge_set(scores.constant(start)) if start else scores.always
         result = result.union(after.intersect(position.lt_set(scores.constant(stop))) if stop <= last else after)
     return result if is_exact else result.intersect(scores.unknown_condition((), "pattern"))
@@ -246,8 +243,7 @@ def _segments(rows: _Rows, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     before = np.maximum.accumulate(furthest)[:-1]
     after = np.minimum.accumulate(nearest[::-1])[::-1][1:]
     borders = np.arange(1, size)
-    edges = [0, *borders[(before < borders) & (after >= borders)].tolist(), size]
-    return list(pairwise(edges))
+    return list(pairwise([0, *borders[(before < borders) & (after >= borders)].tolist(), size]))
 
 
 def _blocks(rows: _Rows) -> Iterator[Blocks]:

@@ -64,14 +64,11 @@ def _viewed(reader: Positions, node: ir.Node, index: Index) -> Index | None:
     if node.op_type == "Transpose":
         perm = list(node.attributes.get_ints("perm") or range(len(index))[::-1])
         return tuple(index[perm.index(i)] for i in range(len(index)))
+    scores = reader.scores
     try:
-        return _regrouped(reader.scores, sizes_of(input_of(node)), sizes_of(node.outputs[0]), index)
+        have, want = sizes_of(input_of(node)), sizes_of(node.outputs[0])
     except LayoutError:
         return None
-
-
-def _regrouped(scores: Scores, have: Sequence[Size], want: Sequence[Size], index: Index) -> Index:
-    """The index before a reshape from sizes `have` to `want`: dims may stay, be joined or be split."""
     source = [scores.constant(0) if size == ONE else scores.unknown_position() for size in have]
     for ins, outs in _groups(have, want):
         inner, outer = (_strides([sizes[i] for i in dims]) for sizes, dims in ((have, ins), (want, outs)))
@@ -133,8 +130,7 @@ def _tile(reader: Positions, node: ir.Node, index: Index) -> Index | None:
 
 def _axes(reader: Positions, value: ir.Value | None, rank: int) -> set[int] | None:
     """The axes that a constant input names."""
-    elements = reader.elements(value)
-    numbers = [reader.scores.closed(axis) for axis in elements or [None]]
+    numbers = [reader.scores.closed(axis) for axis in reader.elements(value) or [None]]
     return None if None in numbers else {number.number % rank for number in numbers if number is not None}
 
 
@@ -169,8 +165,7 @@ def _slice(reader: Positions, node: ir.Node, index: Index) -> Index | None:
             result[axis_] = scores.unknown_position()
             continue
         zero, size = scores.constant(0), size_of(scores, dims[axis_])
-        last = size if by > 0 else size.sub(scores.constant(1))
-        first = from_start(scores, first, size).max(zero).min(last)
+        first = from_start(scores, first, size).max(zero).min(size if by > 0 else size.sub(scores.constant(1)))
         result[axis_] = result[axis_].scale_val(scores.value(by)).add(first)
     return tuple(result)
 

@@ -90,8 +90,7 @@ class Arithmetic:
         opposite = self.scores.opposite(condition)
         parts = [(domain.intersect(within), bounds) for within, number in ((condition, yes), (opposite, no))
                  for domain, bounds in number.rest]  # fmt: skip
-        whole = yes.whole.intersect_domain(condition).union_add(no.whole.intersect_domain(opposite))
-        return self.of(parts, whole)
+        return self.of(parts, yes.whole.intersect_domain(condition).union_add(no.whole.intersect_domain(opposite)))
 
     def parts(self, number: Number) -> list[Part]:
         """The bounds of a number, everywhere."""
@@ -127,7 +126,8 @@ class Arithmetic:
 
     def compare(self, op_type: str, a: Number, b: Number, variables: frozenset[Variable]) -> isl.Set:
         """Compute Equal or GreaterOrEqual; what is not known depends on `variables`."""
-        exactly, by_bounds = _COMPARISONS[op_type]
+        exactly = isl.PwAff.eq_set if op_type == "Equal" else isl.PwAff.ge_set
+        by_bounds = _equal if op_type == "Equal" else _at_least
         result = exactly(a.whole, b.whole)
         pairs = [(left, right) for left in a.rest for right in b.rest]
         for whole, rest, is_left in ((a.whole, b.rest, True), (b.whole, a.rest, False)):
@@ -252,10 +252,3 @@ def _equal(a: Between, b: Between) -> bool | None:
     if a.least > b.most or a.most < b.least:
         return False
     return True if a.number is not None and a.number == b.number else None
-
-
-_COMPARISONS: Mapping[str, tuple[Callable[[Whole, Whole], isl.Set], Callable[[Between, Between], bool | None]]] = {
-    "Equal": (isl.PwAff.eq_set, _equal),
-    "GreaterOrEqual": (isl.PwAff.ge_set, _at_least),
-}
-"""How integers are compared, and numbers between bounds."""

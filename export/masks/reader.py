@@ -210,24 +210,15 @@ def _numbers(reader: Reader, node: ir.Node, index: Index) -> list[Number]:
     return [reader.number(*operand) for operand in reader.operands(node, index)]
 
 
-def _elementwise(op_type: str) -> Handler:
-    def handler(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-        result = reduce(partial(reader.arithmetic.compute, op_type), _numbers(reader, node, index))
-        return reader.arithmetic.stored(result, node.outputs[0].dtype)
-
-    return handler
-
-
-def _div(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    dtype = node.outputs[0].dtype
-    return _elementwise("Ratio" if dtype is not None and dtype.is_floating_point() else "Div")(reader, node, index)
-
-
-def _mod(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    """Read a Mod of integers, whose result has the sign of the divisor."""
-    if node.outputs[0].dtype not in EXACT or node.attributes.get_int("fmod", 0) == 1:
+def _elementwise(reader: Reader, node: ir.Node, index: Index) -> Known | None:
+    """Read arithmetic of two or more operands; a Mod only of integers, whose result has the sign of the divisor."""
+    op_type, dtype = node.op_type, node.outputs[0].dtype
+    if op_type == "Mod" and (dtype not in EXACT or node.attributes.get_int("fmod", 0) == 1):
         return None
-    return _elementwise("Mod")(reader, node, index)
+    if op_type == "Div" and dtype is not None and dtype.is_floating_point():
+        op_type = "Ratio"
+    result = reduce(partial(reader.arithmetic.compute, op_type), _numbers(reader, node, index))
+    return reader.arithmetic.stored(result, dtype)
 
 
 def _floor(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -238,14 +229,12 @@ def _floor(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     return reader.arithmetic.truncated(reader.number(node.inputs[0], index))
 
 
-def _neg(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    return reader.arithmetic.compute("Sub", reader.arithmetic.constant(0), reader.number(node.inputs[0], index))
-
-
-def _abs(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    number = reader.number(node.inputs[0], index)
-    opposite = reader.arithmetic.compute("Sub", reader.arithmetic.constant(0), number)
-    return reader.arithmetic.compute("Max", number, opposite)
+def _signed(reader: Reader, node: ir.Node, index: Index) -> Known | None:
+    """Read a Neg, an Abs or a Relu."""
+    number, other = reader.number(node.inputs[0], index), reader.arithmetic.constant(0)
+    if node.op_type != "Relu":
+        other = reader.arithmetic.compute("Sub", other, number)
+    return other if node.op_type == "Neg" else reader.arithmetic.compute("Max", number, other)
 
 
 def _clip(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -254,10 +243,6 @@ def _clip(reader: Reader, node: ir.Node, index: Index) -> Known | None:
         if end is not None:
             number = reader.arithmetic.compute(op_type, number, reader.number(end, ()))
     return number
-
-
-def _relu(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    return reader.arithmetic.compute("Max", reader.number(node.inputs[0], index), reader.arithmetic.constant(0))
 
 
 def _compared(reader: Reader, node: ir.Node, index: Index) -> Known | None:
@@ -285,10 +270,6 @@ def _logical(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     return (a.intersect(b) if node.op_type == "And" else a.union(b)).coalesce()
 
 
-def _not(reader: Reader, node: ir.Node, index: Index) -> Known | None:
-    return reader.scores.opposite(reader.truth(node.inputs[0], index))
-
-
 def _where(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     chooses, yes, no = reader.operands(node, index)
     condition = reader.truth(*chooses)
@@ -311,8 +292,7 @@ def _range_op(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     first, step = reader.position(node.inputs[0], ()), reader.number(node.inputs[2], ())
     if first is None:
         return None
-    number = reader.arithmetic.compute("Mul", Number(index[0]), step)
-    number = reader.arithmetic.compute("Add", Number(first), number)
+    number = reader.arithmetic.compute("Add", Number(first), reader.arithmetic.compute("Mul", Number(index[0]), step))
     return reader.arithmetic.stored(number, node.outputs[0].dtype)
 
 
@@ -368,23 +348,19 @@ def _concat(reader: Reader, node: ir.Node, index: Index) -> Known | None:
 
 HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(MOVES, _moved),
-    **{name: _elementwise(name) for name in ("Add", "Sub", "Mul", "Max", "Min")},
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Mod", "Max", "Min"), _elementwise),
+    **dict.fromkeys(("Neg", "Abs", "Relu"), _signed),
     **dict.fromkeys(("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compared),
     **dict.fromkeys(("And", "Or", "Xor"), _logical),
-    "Abs": _abs,
     "Cast": _cast,
     "CastLike": _cast,
     "Clip": _clip,
     "Concat": _concat,
     "CumSum": _cumsum,
-    "Div": _div,
     "EyeLike": _eye,
     "Floor": _floor,
-    "Mod": _mod,
-    "Neg": _neg,
-    "Not": _not,
+    "Not": lambda reader, node, index: reader.scores.opposite(reader.truth(node.inputs[0], index)),
     "Range": _range_op,
-    "Relu": _relu,
     "Shape": _shape,
     "Trilu": _trilu,
     "Where": _where,

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
+import islpy as isl
 import numpy as np
 from numpy.typing import NDArray
 
-from attnforge.export.masks.affine import ZERO, Affine, Atom
+from attnforge.export.masks.affine import ZERO, Affine, Atom, Quotient, Variable
+from attnforge.export.masks.scores import Scores, Whole
 
 MOST_REGIONS = 8
 """Maximum number of regions in a union; a larger one is bounded by fewer."""
@@ -174,3 +177,181 @@ def _apart(
         start = np.maximum(start, reached)
         yield start, np.maximum(start, stop)
         reached = np.maximum(reached, stop)
+
+
+# --- regions of a set -------------------------------------------------------------------------------------------------
+
+# Regions that describe a set of queries and keys: exactly, where there are few.
+
+
+def pairs_of(scores: Scores, region: PairRegion, query: Whole | None = None, key: Whole | None = None) -> isl.Set:
+    """The pairs of a region; by default of the scores' own indices."""
+    query, key = scores.query if query is None else query, scores.key if key is None else key
+    ranges = [(query.sub(key), region.band), (query, region.queries), (key, region.keys)]
+    if (blocks := region.blocks) is not None:
+        numbers = (scores.divided(x.add(scores.whole(shift)), blocks.size)
+                   for x, shift in ((query, blocks.query), (key, blocks.key)))  # fmt: skip
+        ranges.append((isl.PwAff.sub(*numbers), blocks.numbers))
+    result = scores.always
+    for x, interval in ranges:
+        if interval.least is not None:
+            result = result.intersect(x.ge_set(scores.whole(interval.least)))
+        if interval.most is not None:
+            result = result.intersect(x.le_set(scores.whole(interval.most)))
+    return result
+
+
+def fit(scores: Scores, may: isl.Set) -> tuple[Regions, bool]:
+    """Regions that contain all pairs of a set, and whether they contain no others.
+
+    Each part of the set is a region, widened as far as the set allows.
+    """
+    pairs = scores.pairs
+    if may.is_empty():
+        return NONE, True
+    simple = may.gist(pairs).coalesce().compute_divs()
+    parts = [_region(scores, part) for part in simple.get_basic_sets()]
+    union = _union(scores, parts, pairs).union(may)
+    is_exact = union.is_subset(may)
+    hull = _region(scores, simple.unshifted_simple_hull())
+    if len(parts) > 4 * MOST_REGIONS or not is_exact:
+        parts, union = [hull], pairs_of(scores, hull).intersect(pairs)
+    regions = list(dict.fromkeys(_widened(scores, part, union, pairs) for part in parts))
+    for region in sorted(regions, key=_size):
+        others = [other for other in regions if other != region]
+        if others and pairs_of(scores, region).intersect(pairs).is_subset(_union(scores, others, pairs)):
+            regions = others
+    if len(regions) > MOST_REGIONS:
+        regions = [_widened(scores, hull, pairs_of(scores, hull), pairs)]
+    regions = sorted((_closed(scores, region, pairs) for region in regions), key=_order)
+    found = _union(scores, regions, pairs)
+    return (tuple(regions), found.is_subset(may)) if may.is_subset(found) else (ALL, False)
+
+
+def _union(scores: Scores, regions: Sequence[PairRegion], pairs: isl.Set) -> isl.Set:
+    return reduce(isl.Set.union, (pairs_of(scores, region) for region in regions)).intersect(pairs)
+
+
+def _widened(scores: Scores, region: PairRegion, union: isl.Set, pairs: isl.Set) -> PairRegion:
+    """A region without the ends that are not needed for it to stay within a set."""
+    for looser in region.looser():
+        if pairs_of(scores, looser).intersect(pairs).is_subset(union):
+            return _widened(scores, looser, union, pairs)
+    return region
+
+
+def _closed(scores: Scores, region: PairRegion, pairs: isl.Set) -> PairRegion:
+    """A region whose blocks have both ends, if its other ranges leave only the same blocks."""
+    blocks = region.blocks
+    if blocks is None or (blocks.numbers.least is None) == (blocks.numbers.most is None):
+        return region
+    end = blocks.numbers.least or blocks.numbers.most
+    same = replace(region, blocks=replace(blocks, numbers=Interval(end, end)))
+    return same if pairs_of(scores, region).intersect(pairs).is_subset(pairs_of(scores, same)) else region
+
+
+def _size(region: PairRegion) -> int:
+    """Fewer for regions with more ends."""
+    return -sum(1 for _ in region.looser())
+
+
+def _order(region: PairRegion) -> tuple[bool, bool, str]:
+    return not region.queries.is_open, not region.keys.is_open, region.text()
+
+
+# --- regions of isl's constraints -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _End:
+    """One end of a range: of `band`, `queries`, `keys`, or of the numbers of blocks."""
+
+    of: str | Blocks
+    end: Affine
+    is_least: bool
+
+
+def _region(scores: Scores, part: isl.BasicSet) -> PairRegion:
+    """The smallest region that contains a set, by its constraints; those that are no end of a region are dropped."""
+    ends: dict[str | Blocks, dict[str, Affine]] = {}
+    for constraint in part.get_constraints():
+        x = scores.sum_of(constraint.get_aff())
+        sides = () if x is None else (x, -x)[: 1 + constraint.is_equality()]
+        for end in filter(None, map(_end, sides)):
+            ends.setdefault(end.of, {}).setdefault("least" if end.is_least else "most", end.end)
+    ranges = {of: Interval(**found) for of, found in ends.items()}
+    blocks = next((replace(of, numbers=ranges[of]) for of in ranges if isinstance(of, Blocks)), None)
+    band, queries, keys = (ranges.get(of, OPEN) for of in ("band", "queries", "keys"))
+    return PairRegion(band, blocks, queries, keys)
+
+
+def _end(x: Affine) -> _End | None:
+    """`x ≥ 0` as an end; None if it is none."""
+    factors = dict(x.terms)
+    query, key = factors.pop(Variable.QUERY, 0), factors.pop(Variable.KEY, 0)
+    quotients = {atom: factors.pop(atom) for atom in list(factors) if Affine.atom(atom).variables}
+    rest = Affine.of(x.number, factors)
+    if not quotients:
+        if (query and key and query + key) or not (query or key):
+            return None
+        factor, of = query or key, "band" if query and key else "queries" if query else "keys"
+        end = rest.floor_divided(abs(factor))
+        return _End(of, -end if factor > 0 else end, factor > 0)
+    counted = [found for atom, n in quotients.items() if (found := _counted(atom, n)) is not None]
+    if len(counted) < len(quotients) or len(counted) > 2:
+        return None
+    first, *others = sorted(counted, key=lambda one: one.of is Variable.KEY)
+    if not others:
+        return _of_quotient(first, *((query, key) if first.of is Variable.QUERY else (key, query)), rest)
+    second = others[0]
+    if query or key or first.of is second.of or (first.size, first.factor) != (second.size, -second.factor):
+        return None
+    end = rest.floor_divided(abs(first.factor))
+    return _of_blocks(first.size, first.shift, second.shift, -end if first.factor > 0 else end, first.factor > 0)
+
+
+def _of_quotient(counted: _Counted, own: int, other: int, rest: Affine) -> _End | None:
+    """`counted + own · its index + other · the other index + rest ≥ 0` as an end."""
+    size, shift, factor, is_query = counted.size, counted.shift, counted.factor, counted.of is Variable.QUERY
+    if not own and not other:
+        block = rest.floor_divided(abs(factor))
+        end = -block * size - shift if factor > 0 else block * size + (size - 1) - shift
+        return _End("queries" if is_query else "keys", end, factor > 0)
+    if own or abs(other) != 1 or factor != -other * size:
+        return None
+    # other index + rest ≥ size·number, or other index − rest − 1 < size·number
+    other_shift, apart = (rest, 0) if other > 0 else (-rest - 1, 1)
+    if is_query:
+        return _of_blocks(size, shift, other_shift, Affine(apart), other < 0)
+    return _of_blocks(size, other_shift, shift, Affine(-apart), other > 0)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """`factor · ((index + shift) // size)`, of a query or a key."""
+
+    of: Variable
+    size: int
+    shift: Affine
+    factor: int
+
+
+def _counted(atom: Atom, factor: int) -> _Counted | None:
+    if not isinstance(atom, Quotient):
+        return None
+    size, factors = atom.divisor, dict(atom.numerator.terms)
+    found = [(variable, factors.pop(variable)) for variable in (Variable.QUERY, Variable.KEY) if variable in factors]
+    shift = Affine.of(atom.numerator.number, factors)
+    if len(found) != 1 or abs(found[0][1]) != 1 or shift.variables:
+        return None
+    variable, sign = found[0]
+    if sign < 0:  # (−x + shift) // size is −((x − shift + size − 1) // size)
+        return _Counted(variable, size, -shift + (size - 1), -factor)
+    return _Counted(variable, size, shift, factor)
+
+
+def _of_blocks(size: int, query: Affine, key: Affine, end: Affine, is_least: bool) -> _End:
+    """An end of the numbers of blocks, with shifts that are less than a block."""
+    whole = query.number // size - key.number // size
+    query, key = (Affine(shift.number % size, shift.terms) for shift in (query, key))
+    return _End(Blocks(size, query, key), end - whole, is_least)

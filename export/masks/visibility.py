@@ -1,7 +1,7 @@
 """The keys that every query of a site may see, proved from the mask's graph.
 
 The mask is read backwards (:mod:`.reader`) into a set of queries and keys, which is described by regions
-(:mod:`.shape`). The regions are never too small: what cannot be proved to be hidden counts as visible.
+(:mod:`.regions`). The regions are never too small: what cannot be proved to be hidden counts as visible.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from attnforge.export.masks.affine import Affine, Atom, Dim
 from attnforge.export.masks.indices import Index, aligned
 from attnforge.export.masks.numbers import Between, Number
 from attnforge.export.masks.reader import BOOL, Reader
-from attnforge.export.masks.regions import ALL, Regions, visible
+from attnforge.export.masks.regions import ALL, Regions, fit, visible
 from attnforge.export.masks.scores import INDICES, Kind, Scores
-from attnforge.export.masks.shape import fit
 
 FullyMasked = Literal["never", "empty", "mean"]
 MOST_COUNTED = 2**16
@@ -133,8 +132,10 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
         residue |= {"bias"}
     may = scores.may(seen)
     if not may.is_subset(must):
-        residue |= _kinds(scores, seen)
-    fully_masked = _fully_masked(mask, leaves, _always_sees_a_key(scores, must))
+        kinds = {kind for name, (_, kind) in scores.opaque.items() if scores.depends_on(seen, name)}
+        residue |= kinds or {"pattern"}
+    always_sees_a_key = scores.pairs.project_out(INDICES, 1, 1).is_subset(must.project_out(INDICES, 1, 1))
+    fully_masked = _fully_masked(mask, leaves, always_sees_a_key)
     if fully_masked is None:  # what such a row gets depends on the scores of all its keys
         may = scores.may(_shown(scores, known, -inf).intersect(causal))
         residue, fully_masked = residue | {"bias"}, "empty"
@@ -168,12 +169,6 @@ def _shown(scores: Scores, known: isl.Set | Number, hidden: float) -> isl.Set:
     return result
 
 
-def _kinds(scores: Scores, seen: isl.Set) -> frozenset[Kind]:
-    """What a condition depends on, apart from the indices of queries and keys."""
-    kinds = {kind for name, (_, kind) in scores.opaque.items() if scores.depends_on(seen, name)}
-    return frozenset(kinds or {"pattern"})
-
-
 def _fully_masked(mask: ir.Value, leaves: list[Between], always_sees_a_key: bool) -> FullyMasked | None:
     """What fully masked rows get; None if it is none of the three cases."""
     hidden = {leaf for leaf in leaves if leaf.most <= NEGLIGIBLE}
@@ -197,9 +192,3 @@ def _replaces(mask: ir.Value, number: float) -> bool:
     if step == "bias" or (mask.dtype.bitwidth < 32 and mask.dtype != ir.DataType.BFLOAT16):
         return False
     return number <= 0.9 * float(ml_dtypes.finfo(mask.dtype.numpy()).min)  # type: ignore[no-untyped-call]
-
-
-def _always_sees_a_key(scores: Scores, must: isl.Set) -> bool:
-    """Whether every query sees a key."""
-    queries = (pairs.project_out(INDICES, 1, 1) for pairs in (scores.pairs, must))
-    return isl.Set.is_subset(*queries)

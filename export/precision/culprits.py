@@ -12,8 +12,7 @@ from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import VIEWS
-from attnforge.export.precision.assign import MixedGraph
-from attnforge.export.precision.emulation import unrounded_in_fused_kernels
+from attnforge.export.precision.assign import MixedGraph, unrounded_in_fused_kernels
 from attnforge.export.precision.judge import Answers, Assignment, Trial
 from attnforge.export.tensorrt.build import site_of
 

@@ -17,8 +17,8 @@ from attnforge.bundle import Mixed, Region
 from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.flops import known_flops, run_cost
+from attnforge.export.graphs.nodes import inputs_of
 from attnforge.export.precision.assign import MixedGraph
-from attnforge.export.precision.cost import cost_of
 from attnforge.export.precision.culprits import NOTHING_LEFT, culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
 from attnforge.export.precision.search import by_culprits, lower_again
@@ -152,3 +152,25 @@ def _groups(graph: MixedGraph, names: Assignment, sizes: Mapping[str, int]) -> I
     singles = [[name] for name in saves if name in names]
     for groups in (modules, singles):
         yield from sorted(groups, key=lambda group: -sum(saves[name] for name in group))
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+# The estimated seconds of an operator in 16 bits and in fp32.
+
+
+RATE_16, RATE_32, BANDWIDTH = 312e12, 19.5e12, 1.6e12
+"""Operations per second of 16-bit and fp32 products, and bytes per second, of an A100 (NVIDIA A100 datasheet). Only
+their ratios matter here."""
+
+
+def cost_of(node: ir.Node, numbers: Numbers, is_high: bool) -> float:
+    """Estimated seconds of an operator, from its products and the memory that it reads and writes.
+
+    Args:
+        node: the operator; inputs and outputs whose shape is not known do not count.
+        numbers: counts the elements of inputs and outputs.
+        is_high: whether it computes in fp32 rather than in 16 bits.
+    """
+    moved = sum(map(numbers, (*inputs_of(node), *node.outputs))) * (4 if is_high else 2)
+    return known_flops(node, numbers.sizes) / (RATE_32 if is_high else RATE_16) + moved / BANDWIDTH

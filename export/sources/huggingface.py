@@ -59,8 +59,7 @@ class PlainTensors(nn.Module):
         inputs = dict(zip(self.names, tensors, strict=True))
         result = self.model(**inputs, return_dict=True)
         if self.embedding is not None:
-            states = result["last_hidden_state"]
-            return {"sentence_embedding": self.embedding(states, inputs["attention_mask"])}
+            return {"sentence_embedding": self.embedding(result["last_hidden_state"], inputs["attention_mask"])}
         return {name: value for name, value in result.items() if isinstance(value, Tensor)}
 
 
@@ -108,8 +107,7 @@ def example(
     if str(random_weights).lower() not in ("true", "false"):
         raise UsageError(f"random_weights is {shortened(str(random_weights))!r}; give true or false")
     architecture = architecture or ("AutoModel" if embedding else None)
-    is_random = str(random_weights).lower() == "true"
-    model: Any = load(folder, attention, architecture, _number("seed", seed), is_random)
+    model: Any = load(folder, attention, architecture, _number("seed", seed), str(random_weights).lower() == "true")
     random = model.random_weights and f"{model.random_weights}, seed {seed}"
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
@@ -326,8 +324,7 @@ def longest(config: Any) -> int:
     """The maximum number of tokens of a model: the size of its position table, at most 512."""
     text = config.get_text_config()
     padding = (getattr(text, "pad_token_id", None) or 0) + 1  # RoBERTa's positions start after the padding's
-    sizes = [getattr(text, name, None) for name in _POSITIONS]
-    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    known = [size for name in _POSITIONS if isinstance(size := getattr(text, name, None), int) and size > 0]
     return min([LONGEST, *(size - padding if size > padding else size for size in known)])
 
 

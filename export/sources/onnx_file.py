@@ -79,8 +79,7 @@ class Imported:
     def exact(
         self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
     ) -> dict[str, Array]:
-        exact = self.original.exact(inputs)
-        return {name: self.precision.with_own_limits(array) for name, array in exact.items()}
+        return {name: self.precision.with_own_limits(array) for name, array in self.original.exact(inputs).items()}
 
     def at(self, precision: Precision) -> Imported:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""
@@ -252,14 +251,12 @@ def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
     for dim in value.shape:
         if isinstance(dim, int):
             dims.append(dim)
-            continue
-        symbol = str(dim.value)
-        low, opt, high = ranges[symbol]
-        dims.append(DimSpec(symbol=symbol, min=low, opt=opt, max=high))
+        else:
+            low, opt, high = ranges[str(dim.value)]
+            dims.append(DimSpec(symbol=str(dim.value), min=low, opt=opt, max=high))
     spec = spec_of(value, dims)
     if value.dtype.is_integer():
-        _, last = index_range(value) or (0, 1)
-        spec.low, spec.high = 0, last
+        spec.low, spec.high = 0, (index_range(value) or (0, 1))[1]
     return spec
 
 

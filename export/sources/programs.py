@@ -154,8 +154,7 @@ def _other_name(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | Non
     if target == aten.mT.default:  # the exporter's is an Einsum, which does not take Booleans
         return aten.transpose.int, (*node.args, -2, -1), node.kwargs
     if target == aten.numpy_T.default:
-        axes = range(node.meta["val"].dim())
-        return aten.permute.default, (*node.args, [*reversed(axes)]), node.kwargs
+        return aten.permute.default, (*node.args, [*reversed(range(node.meta["val"].dim()))]), node.kwargs
     if target == aten.chunk.default:  # the exporter's returns as many parts as asked for, some of them empty
         dim: Any = node.kwargs.get("dim", (*node.args, 0)[2])
         size = node.meta["val"][0].shape[dim]
@@ -200,8 +199,7 @@ def _in_pairs(node: Node) -> Node | None:
         return x
     pairs = _call(node, aten.view_as_real.default, x)
     if target in OF_PAIRS:
-        moved = _call(node, target, pairs, *OF_PAIRS[target](*rest))
-        return _call(node, aten.view_as_complex.default, moved)
+        return _call(node, aten.view_as_complex.default, _call(node, target, pairs, *OF_PAIRS[target](*rest)))
     real, imaginary = (_call(node, aten.select.int, pairs, -1, part) for part in (0, 1))
     if target == aten.exp.default:
         return _call(node, aten.polar.default, _call(node, target, real), imaginary)

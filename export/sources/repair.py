@@ -99,8 +99,8 @@ def optimise(model: ir.Model) -> None:
         types = {input_of(node, i).dtype for i in range(2)} if is_op(node, "RMSNormalization") else set()
         is_mixed = len(types) == 2 and types < {FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
         if is_mixed or (is_op(node, "Where") and node.outputs[0].dtype == ir.DataType.BOOL):
-            result = insert(model.graph, node, partial(_in_one_type if is_mixed else _either, node=node))
-            replace_value(node.outputs[0], result)
+            write = partial(_in_one_type if is_mixed else _either, node=node)
+            replace_value(node.outputs[0], insert(model.graph, node, write))
             model.graph.remove(node, safe=True)
 
 
@@ -245,8 +245,7 @@ def _know_shape(cache: ir.Value) -> None:
     if cache.shape is None and node is not None and node.op_type in ("Cos", "Sin", "Mul", "Cast"):
         _know_shape(source := input_of(node))
         assert source.dtype is not None
-        dtype = ir.DataType(node.attributes.get_int("to", source.dtype.value))
-        typed(cache, dtype, dims_of(source))
+        typed(cache, ir.DataType(node.attributes.get_int("to", source.dtype.value)), dims_of(source))
 
 
 def _expanded(op: Builder, cache: ir.Value, x: ir.Value) -> ir.Value:

@@ -141,12 +141,8 @@ def _part(kind: str, folder: Path) -> nn.Module:
             raise UsageError(f"{folder} excludes a prompt from the pooling, but the deployed model receives no prompt")
         modes = config.get("pooling_mode") or [mode for key, mode in _MODES.items() if config.get(key)] or ["mean"]
         return Pooling([modes] if isinstance(modes, str) else modes)
-    if kind == "Dense":
-        return _dense(folder)
-    raise UsageError(f"{folder} is of the kind {kind}; supported are Transformer, Pooling, Dense and Normalize")
-
-
-def _dense(folder: Path) -> nn.Module:
+    if kind != "Dense":
+        raise UsageError(f"{folder} is of the kind {kind}; supported are Transformer, Pooling, Dense and Normalize")
     config = _read(folder / "config.json")
     package, _, name = str(config.get("activation_function")).rpartition(".")
     if not package.startswith("torch.nn") or name not in _ACTIVATIONS or config.get("use_residual"):

@@ -170,8 +170,7 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
         found = [self.known_vi_[name] for name in node.output if name]
         if constants and not all(value.type.tensor_type.HasField("shape") for value in found):
             inputs = [self.known_vi_[name] for name in node.input if name]
-            graph = onnx.helper.make_graph([node], "node", inputs, found, constants)
-            self.tmp_mp_.graph.CopyFrom(graph)
+            self.tmp_mp_.graph.CopyFrom(onnx.helper.make_graph([node], "node", inputs, found, constants))
             inferred = onnx.shape_inference.infer_shapes(self.tmp_mp_).graph.output
             for value, better in zip(found, inferred, strict=True):
                 value.CopyFrom(better)

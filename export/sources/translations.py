@@ -102,8 +102,7 @@ def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     merged: Any = prod(dim for dim in x.dims[first : last + 1] if isinstance(dim, int))
     for axis in range(first, last + 1):
         if not isinstance(x.dims[axis], int):
-            size = x.size(axis)
-            merged = op.Mul(size, _one(merged))
+            merged = op.Mul(x.size(axis), _one(merged))
     return _reshaped(x, first, [merged], last + 1)
 
 
@@ -340,8 +339,7 @@ def _reshaped(x: _Tensor, before: int, sizes: Sequence[Any], after: int) -> Any:
     ends = [*sizes, *(x.size(axis, as_number=True) for axis in range(after, len(x.dims)))]
     if all(isinstance(size, int) and size for size in ends):
         return op.Reshape(x.value, _sizes([0] * before + ends))  # a size of 0 is that of the tensor
-    starts = [x.size(axis, as_number=True) for axis in range(before)]
-    return op.Reshape(x.value, _sizes(starts + ends), allowzero=True)
+    return op.Reshape(x.value, _sizes([x.size(axis, as_number=True) for axis in range(before)] + ends), allowzero=True)
 
 
 def _sizes(sizes: Sequence[Any]) -> Any:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle
-from attnforge.export.precision.emulation import emulate
+from attnforge.export.precision.assign import emulate
 from attnforge.runtime.inputs import Shapes
 from attnforge.runtime.options import Memory
 

@@ -15,9 +15,8 @@ from torch.export import Dim
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.attention import SILENT_ROWS
-from attnforge.export.graphs.execute import as_it_is, at_own_precision, in_float64
+from attnforge.export.graphs.execute import as_it_is, at_own_precision, computed, in_float64, part_of
 from attnforge.export.graphs.float64 import NoDoublePath
-from attnforge.export.graphs.parts import computed, part_of
 from attnforge.export.graphs.types import widen
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named

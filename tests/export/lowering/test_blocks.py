@@ -21,10 +21,9 @@ from attnforge.export.flops import product_flops
 from attnforge.export.graphs.nodes import rank_of
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.attention import attentions, write
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BLOCKS
-from attnforge.export.lowering.forms import write
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, GROUP_QUERY_FIRST, candidates_for
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture

@@ -14,9 +14,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.lowering import tensorrt as for_tensorrt
-from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.attention import attentions, write
 from attnforge.export.lowering.band import Band
-from attnforge.export.lowering.forms import write
 from attnforge.export.lowering.onnxruntime import candidates_for
 from tests.support.idioms.together import session_of
 

@@ -18,8 +18,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
-from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.forms import write
+from attnforge.export.lowering.attention import attentions, write
 from attnforge.export.lowering.onnxruntime import CAUSAL_AS_FEATURE, MASK_AS_FEATURE, candidates_for
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture

@@ -19,10 +19,9 @@ from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site, canonicalize
 from attnforge.export.lowering import blocks
 from attnforge.export.lowering import openvino as for_openvino
-from attnforge.export.lowering.attention import attentions
+from attnforge.export.lowering.attention import attentions, write
 from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BLOCKS
-from attnforge.export.lowering.forms import write
 from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, STEPS, candidates_for, lower
 from attnforge.export.lowering.tuning import Tuner, by_rules
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart

@@ -27,8 +27,7 @@ from attnforge.export.graphs.build import Builder
 from attnforge.export.graphs.sizes import Unmeasurable
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tuning
-from attnforge.export.lowering.attention import Attention, FormChoice, Lowered, attentions
-from attnforge.export.lowering.forms import write
+from attnforge.export.lowering.attention import Attention, FormChoice, Lowered, attentions, write
 from attnforge.export.lowering.onnxruntime import (
     GROUP_QUERY,
     HEAD_AFTER_HEAD,

@@ -14,9 +14,8 @@ from attnforge.arrays import Array
 from attnforge.export.masks.affine import Affine, Atom
 from attnforge.export.masks.constants import constant_at
 from attnforge.export.masks.numbers import Arithmetic, Number
-from attnforge.export.masks.regions import Regions
+from attnforge.export.masks.regions import Regions, fit
 from attnforge.export.masks.scores import Scores
-from attnforge.export.masks.shape import fit
 
 STRUCTURES: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
     "causal": (lambda i, j: i >= j, "band −∞ … 0"),

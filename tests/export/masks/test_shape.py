@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from attnforge.arrays import Array
 from attnforge.export.masks.affine import Affine, Atom, Dim
-from attnforge.export.masks.regions import MOST_REGIONS, Blocks, Interval, PairRegion, Regions, visible
+from attnforge.export.masks.regions import MOST_REGIONS, Blocks, Interval, PairRegion, Regions, fit, pairs_of, visible
 from attnforge.export.masks.scores import Scores
-from attnforge.export.masks.shape import fit, pairs_of
 
 NUMBERS = {"m": 3, "n": 7}
 

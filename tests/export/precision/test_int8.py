@@ -37,11 +37,17 @@ from attnforge.export.lowering.attention import Attention
 from attnforge.export.lowering.integers import integer_products, rows_first
 from attnforge.export.lowering.openvino import INT8_FORM
 from attnforge.export.lowering.tuning import Tuner
-from attnforge.export.precision import calibration, gate, int8_scores
+from attnforge.export.precision import calibration, gate, rounding
 from attnforge.export.precision.calibration import balanced, calibrate, is_normed
-from attnforge.export.precision.int8_scores import why_over_budget
 from attnforge.export.precision.quantisation import Quantisation, error_of, products, quantise, tables
-from attnforge.export.precision.rounding import RoundedOperands, Scale, sites_for_int8, whole, with_errors
+from attnforge.export.precision.rounding import (
+    RoundedOperands,
+    Scale,
+    sites_for_int8,
+    whole,
+    why_over_budget,
+    with_errors,
+)
 from attnforge.export.sources.torch_module import capture
 from attnforge.machine import Machine, this_machine
 from attnforge.model import build_model
@@ -634,7 +640,7 @@ def test_outlier_channels_are_refused_balanced_or_kept_in_fp32(tmp_path: Path, m
     with pytest.raises(BuildError, match=r"int8 misses the requirement: an error of .*, with 0\.02 .*give real data"):
         deployed(tmp_path / "b", Outliers, max_error=0.02)
     assert not (tmp_path / "b").exists()
-    monkeypatch.setattr(int8_scores, "SPARE", 0.4)  # eager's own error takes half of the budget
+    monkeypatch.setattr(rounding, "SPARE", 0.4)  # eager's own error takes half of the budget
     bundle = deployed(tmp_path / "balanced", Outliers, max_error=0.02, data=real())
     quantised = of(bundle)
     assert list(quantised.kept) == ["attention"] and "% of the parity budget in" in quantised.kept["attention"]

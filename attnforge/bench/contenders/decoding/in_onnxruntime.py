@@ -33,8 +33,7 @@ from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, replace_value, resized, up_to
 from attnforge.export.graphs.nodes import input_of, inputs_of
 from attnforge.export.graphs.saving import SHELVED, load_graph, save
-from attnforge.export.lowering.attention import attentions
-from attnforge.export.lowering.forms import write
+from attnforge.export.lowering.attention import attentions, write
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY_CACHE, candidates_for
 from attnforge.runtime.backends.onnxruntime import OnnxRuntime, bind_host_input, host_value, session_options
 from attnforge.runtime.backends.whole_sequences import WholeSequences
