@@ -55,12 +55,11 @@ def _record(site: Site, built: Mapping[str, Built], mask: SiteMask | None) -> Si
 def _compiled(form: Lowered, target: Built) -> SiteTarget:
     """The form that a site was lowered to, with the kernel that runs it or the reason why none does."""
     kernel = target.kernel_of(form) if target.kernel_of is not None else None
-    reason = None if kernel or target.why_unfused is None else form.unfused or target.why_unfused(form)
     return SiteTarget(
         form=form.form,
         why=form.why,
         kernel=kernel,
-        reason=reason,
+        reason=None if kernel or target.why_unfused is None else form.unfused or target.why_unfused(form),
         measured=dict(form.measured),
         dropped=dict(form.dropped),
     )

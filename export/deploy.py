@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +13,11 @@ from typing import Any, Unpack
 
 from torch.export import ExportedProgram
 
-from attnforge.bundle import Bundle, Manifest, write_manifest, writing
+from attnforge.bundle import PROCESSOR, Bundle, Manifest, write_manifest, writing
 from attnforge.cache import DeployCache
-from attnforge.errors import UsageError
+from attnforge.errors import UsageError, first_line
 from attnforge.export.checking import CHECKING, check
 from attnforge.export.deployment import Deployment, names_of, run_stages
-from attnforge.export.kept_files import check_processor, check_tokenizer, usable
 from attnforge.export.measuring import MEASURING, measure
 from attnforge.export.options import DeployOptions, Keywords
 from attnforge.export.reuse import Reuse
@@ -212,3 +213,67 @@ def _write_manifest(folder: Path, manifest: Manifest, stages: Stages, *, only_ne
     """Write the manifest with the time and memory of every stage so far."""
     manifest.seconds, manifest.memory = stages.seconds(), stages.memory()
     write_manifest(folder, manifest, only_new=only_new)
+
+
+# --- files of a model that its bundle keeps ---------------------------------------------------------------------------
+
+# Files of a model that its bundle keeps: the tokenizer of texts, and the image processor.
+
+
+log = logging.getLogger("attnforge")
+
+
+def check_tokenizer(file: str | os.PathLike[str]) -> None:
+    """Check that a file is a tokenizer.
+
+    Raises:
+        UsageError: the file does not exist, or is not a tokenizer of the `tokenizers` library.
+    """
+    if "model" not in _object(file, "a tokenizer", "a tokenizer.json of the tokenizers library"):
+        raise UsageError(f"{os.fspath(file)} contains no tokenizer model; give a tokenizer.json")
+
+
+def check_processor(file: str | os.PathLike[str]) -> None:
+    """Check that a file has the settings of an image processor.
+
+    Raises:
+        UsageError: the file does not exist, or contains no JSON object that names a processor.
+    """
+    content = _object(file, "an image processor", f"a {PROCESSOR} of transformers")
+    if content.keys().isdisjoint(names := ("image_processor_type", "feature_extractor_type")):
+        raise UsageError(f"{os.fspath(file)} has no {' or '.join(names)}; give a {PROCESSOR} of transformers")
+
+
+def usable(file: Path | None, check: Callable[[Path], None]) -> Path | None:
+    """A file that was found in a model's folder; None, with a warning, if it is not one that can be kept.
+
+    Args:
+        file: the file, if there is one.
+        check: raises a UsageError if it cannot.
+    """
+    if file is None:
+        return None
+    try:
+        _check_own(file)
+        check(file)
+    except UsageError as error:
+        log.warning("the bundle keeps no %s: %s", file.name, error)
+        return None
+    return file
+
+
+def _check_own(file: Path) -> None:
+    """Check that a file is one of its folder, or of the hub's cache that the folder is part of, and not a link to
+    another file, which a model from elsewhere could take into the bundle."""
+    folder, target = file.parent.resolve(), file.resolve()
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(map(target.is_relative_to, [folder, *blobs])):
+        raise UsageError(f"{file} is a link to a file outside its folder; give that file by name, or copy it")
+
+
+def _object(file: str | os.PathLike[str], kind: str, advice: str) -> dict[str, object]:
+    try:
+        content = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{os.fspath(file)} is not {kind} ({first_line(error)}); give {advice}") from error
+    return content if isinstance(content, dict) else {}

@@ -243,8 +243,7 @@ def _canonicalize(d: Deployment, progress: Progress) -> None:
 
 
 def _choose_precisions(d: Deployment, progress: Progress) -> None:
-    requirement = d.options.requirement(d.data)
-    chosen = choose(d.model, d.sites, d.source, d.options.automatic, requirement, d.data, progress)
+    chosen = choose(d.model, d.sites, d.source, d.options.automatic, d.options.requirement(d.data), d.data, progress)
     d.model, d.reference, d.mixed = chosen.model, chosen.reference, chosen.mixed
 
 

@@ -11,7 +11,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from attnforge.export.attention.operators import is_standard
+from attnforge.export.attention.emit import is_standard
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention")

@@ -295,8 +295,7 @@ class DeployOptions:
             UsageError: the bundle is in 16 bits already, or TensorRT is not a target.
         """
         if self.attention_precision is None:
-            for_tensorrt = self.quantised and set(targets) & set(FLAVOURS)
-            return PRECISIONS["fp16"] if for_tensorrt else None
+            return PRECISIONS["fp16"] if self.quantised and set(targets) & set(FLAVOURS) else None
         if precision.is_low:
             raise UsageError(
                 f"attention_precision is {self.attention_precision} and the whole bundle is in {precision.name}; leave "
@@ -376,8 +375,7 @@ class DeployOptions:
                     f"{values} contains texts, and the model has no tokenizer; give one (tokenizer=, --tokenizer), or "
                     "an .npz with every input by name"
                 )
-            texts = _at_equal_distances(read_texts(Path(values)), MOST_TEXTS)
-            return Tokenizer(self.tokenizer).batches(texts, inputs)
+            return Tokenizer(self.tokenizer).batches(_at_equal_distances(read_texts(Path(values)), MOST_TEXTS), inputs)
         if _are_pictures(values):
             return self._of_pictures(inputs, Path(values))
         if isinstance(values, str | os.PathLike):

@@ -48,8 +48,7 @@ class MemoryNeeds:
         weights = bytes_of_weights(self.model)
         live = most_alive(self.model, self.sizes)
         builder = BUILDER * weights if not set(FLAVOURS).isdisjoint(self.targets) else 0
-        backends = 2 * weights + live * max(self.precision.dtype.itemsize, 4) if self.tune else 0
-        return max(8 * live + builder, backends)
+        return max(8 * live + builder, 2 * weights + live * max(self.precision.dtype.itemsize, 4) if self.tune else 0)
 
     def check(self) -> None:
         """Refuse work that needs more memory than is available.

@@ -19,10 +19,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import described
 from attnforge.export.attention.contraction import is_product
-from attnforge.export.attention.emit import emit
+from attnforge.export.attention.emit import emit, standard
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
-from attnforge.export.attention.operators import standard
 from attnforge.export.attention.softmax import by_hand, restore_softmax
 from attnforge.export.attention.unrecognised import COMPUTES, unrecognised, why_no_attention
 from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product

@@ -298,12 +298,10 @@ def _dropout(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.V
 
 
 _HANDLERS: dict[str, Handler] = {
-    "Mul": _scale,
-    "Div": _scale,
+    **dict.fromkeys(("Mul", "Div"), _scale),
     "Neg": lambda node, position, steps: (input_of(node), replace(steps, scale=-steps.scale)),
     "Tanh": _tanh,
-    "Max": _floor,
-    "Clip": _floor,
+    **dict.fromkeys(("Max", "Clip"), _floor),
     "Where": _where,
     "Cast": _cast,
     "Dropout": _dropout,

@@ -231,8 +231,7 @@ def _dropout(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSte
 
 
 _HANDLERS: dict[str, Callable[[ir.Node, Position, WeightSteps], WeightSteps]] = {
-    "Mul": _scale,
-    "Div": _scale,
+    **dict.fromkeys(("Mul", "Div"), _scale),
     "Where": _where,
     "Cast": _cast,
     "Dropout": _dropout,

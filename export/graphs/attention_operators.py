@@ -88,13 +88,11 @@ def _packed_attention(op: Builder, node: ir.Node) -> Reading:
     """com.microsoft Attention, which projects its input to queries, keys and values."""
     x, weights, bias, padding, past, added, shared_length = _inputs(node, 7)
     heads = _integer(node, "num_heads")
-    rotary = node.attributes.get_int("do_rotary", 0)
-    if shared_length is not None or rotary:
+    if shared_length is not None or node.attributes.get_int("do_rotary"):
         raise NotAttention("a com.microsoft Attention with a rotary embedding or a shared buffer for its cache")
     total = sizes_of(weights)[1]
     widths = list(node.attributes.get_ints("qkv_hidden_sizes") or [total.factor // 3] * 3)
-    projected = op.MatMul(x, weights)
-    typed(projected, x.dtype, [*dims_of(x)[:2], total.dim()])
+    projected = typed(op.MatMul(x, weights), x.dtype, [*dims_of(x)[:2], total.dim()])
     if bias is not None:
         projected = like(op.Add(projected, bias), projected)
     query, key, value = (_split(op, part, heads) for part in _parts(op, projected, widths))
@@ -214,8 +212,7 @@ def _split(op: Builder, x: ir.Value, heads: int) -> ir.Value:
     head = sizes_of(x)[2].divide(Size(heads))
     if head is None or not head.is_static:
         raise NotAttention(f"{x.name!r} does not divide into {heads} heads")
-    apart = op.Reshape(x, constant(op, [0, 0, heads, head.factor]))
-    typed(apart, x.dtype, [batch, tokens, heads, head.factor])
+    apart = typed(op.Reshape(x, constant(op, [0, 0, heads, head.factor])), x.dtype, [batch, tokens, heads, head.factor])
     return typed(op.Transpose(apart, perm=[0, 2, 1, 3]), x.dtype, [batch, heads, tokens, head.factor])
 
 
@@ -260,9 +257,7 @@ def _with_past(
     """The reading with past keys and values prepended; the results are the node's outputs 1 and 2."""
     key = _after_past(op, node, 1, past_key, reading.key)
     value = _after_past(op, node, 2, past_value, reading.value)
-    offset = reading.offset
-    if past_key is not None:
-        offset = typed(op.Shape(past_key, start=2, end=3), INT64, [1])
+    offset = reading.offset if past_key is None else typed(op.Shape(past_key, start=2, end=3), INT64, [1])
     return replace(reading, key=key, value=value, offset=offset, present=(key, value))
 
 
@@ -278,8 +273,7 @@ def _after_past(op: Builder, node: ir.Node, output: int, past: ir.Value | None, 
         tokens = dims_of(stored)[2]
     else:
         tokens = ir.SymbolicDim(f"{past_size.dim()} + {size.dim()}")
-    joined = op.Concat(past, now, axis=2)
-    return typed(joined, now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
+    return typed(op.Concat(past, now, axis=2), now.dtype, [*dims_of(now)[:2], tokens, dims_of(now)[3]])
 
 
 def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value, *, is_padded: bool = False) -> ir.Value:

@@ -204,11 +204,6 @@ def _one_hot(op: Builder, node: ir.Node) -> list[ir.Value]:
     return [op.Where(hot, op.Gather(values, constant(op, 1)), op.Gather(values, constant(op, 0)))]
 
 
-def _mean(op: Builder, node: ir.Node) -> list[ir.Value]:
-    inputs = inputs_of(node)
-    return [op.Div(op.Sum(*inputs), _number(op, len(inputs)))]
-
-
 # --- convolution ------------------------------------------------------------------------------------------------------
 
 
@@ -381,8 +376,7 @@ def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
     """
     try:
         reading = read(op, node)
-        is_masked = reading.masks or reading.is_causal or reading.is_windowed
-        if node.domain == "" and reading.softcap and is_masked:
+        if node.domain == "" and reading.softcap and (reading.masks or reading.is_causal or reading.is_windowed):
             raise NoDoublePath("it has a soft cap with a mask, a causal flag or a window")
         _, output = products(op, reading)
         return [output, *reading.present]
@@ -406,18 +400,14 @@ _DECOMPOSITIONS: dict[tuple[str, str], Write] = {
     ("", "Conv"): _conv,
     ("", "ConvTranspose"): _transposed_conv,
     ("", "Erf"): lambda op, node: [erf(op, _input(node, 0))],
-    ("", "Gelu"): _gelu,
-    ("", "GRU"): _recurrent,
+    **dict.fromkeys((("", "Gelu"), *(("com.microsoft", name) for name in ("BiasGelu", "FastGelu", "Gelu"))), _gelu),
+    **dict.fromkeys((("", "GRU"), ("", "LSTM")), _recurrent),
     ("", "GlobalAveragePool"): _global_average,
     ("", "HardSwish"): _hard_swish,
     ("", "InstanceNormalization"): _instance_norm,
-    ("", "LSTM"): _recurrent,
-    ("", "Mean"): _mean,
+    ("", "Mean"): lambda op, node: [op.Div(op.Sum(*inputs_of(node)), _number(op, len(inputs_of(node))))],
     ("", "OneHot"): _one_hot,
-    ("com.microsoft", "BiasGelu"): _gelu,
     ("com.microsoft", "EmbedLayerNormalization"): _embed_layer_norm,
-    ("com.microsoft", "FastGelu"): _gelu,
-    ("com.microsoft", "Gelu"): _gelu,
     ("com.microsoft", "QuickGelu"): _quick_gelu,
     ("com.microsoft", "SkipLayerNormalization"): _skip_layer_norm,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_layer_norm,

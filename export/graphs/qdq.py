@@ -237,8 +237,7 @@ class InInt8:
 
 
 def _multiplied(op: Builder, value: ir.Value, factor: Array) -> ir.Value:
-    metadata = {CACHE_IN_INT8: "1"}
-    return like(op.op("Mul", [value, constant(op, factor, FLOAT)], metadata_props=metadata), value)
+    return like(op.op("Mul", [value, constant(op, factor, FLOAT)], metadata_props={CACHE_IN_INT8: "1"}), value)
 
 
 def _is_marked(node: ir.Node | None) -> TypeGuard[ir.Node]:

@@ -41,8 +41,7 @@ def save(model: ir.Model, file: Path, limit: int = LIMIT) -> None:
 
 def bytes_of_weights(model: ir.Model) -> int:
     """The bytes of all weights of a graph."""
-    weights = model.graph.initializers.values()
-    return sum(value.const_value.nbytes for value in weights if value.const_value is not None)
+    return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
 
 
 class Shelf:

@@ -1,5 +1,5 @@
-"""Shared parts of all lowerings: the record of a lowered site, a canonical node as a lowering reads it, and the forms that
-it can be written in."""
+"""Shared parts of all lowerings: the record of a lowered site, a canonical node as a lowering reads it, and the forms
+that it can be written in."""
 
 from __future__ import annotations
 
@@ -386,8 +386,7 @@ class Candidate:
 
 def write(graph: ir.Graph, a: Attention, candidate: Candidate) -> None:
     """Replace a site by a form. The Attention node stays, without users."""
-    result = insert(graph, a.node, lambda op: candidate.emit(op, a, candidate.node))
-    replace_value(a.output.value, result)
+    replace_value(a.output.value, insert(graph, a.node, lambda op: candidate.emit(op, a, candidate.node)))
     if candidate.form.startswith(CONTRIB):
         graph.opset_imports[CONTRIB] = 1
 

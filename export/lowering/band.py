@@ -173,8 +173,8 @@ def is_triangle(seen: Visibility) -> bool:
 
 def causal_prefix_of(node: ir.Node, seen: Visibility) -> int | None:
     """The number of first keys that every query sees in addition to earlier ones, if a canonical node's attention can
-    be computed in causal blocks (:mod:`.causal_blocks`): a mask may hide more, but adds no numbers to scores. None if
-    it cannot."""
+    be computed in causal blocks (:func:`~.blocks.in_causal_blocks`): a mask may hide more, but adds no numbers to
+    scores. None if it cannot."""
     return None if "bias" in seen.residue or not is_by_blocks(node, seen) else _prefix(seen)
 
 

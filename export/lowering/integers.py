@@ -116,8 +116,7 @@ def _by_nibbles(op: Builder, between: Between, stored: list[ir.Value], bias: ir.
     block = between.weight.attributes["block_size"].as_int()
     sizes = {"K": channels, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": IN_8_BITS}
     operands = [between.product.inputs[0], *stored, *([None, None, bias] if bias is not None else [])]
-    product = op.op(NIBBLES, operands, sizes, domain=CONTRIB, name=between.product.name)
-    return like(product, between.product.outputs[0])
+    return like(op.op(NIBBLES, operands, sizes, domain=CONTRIB, name=between.product.name), between.product.outputs[0])
 
 
 def casts_for_fp8(model: ir.Model) -> PassResult:

@@ -169,8 +169,7 @@ def _of_step(site: str, a: Attention, on_cpu: bool) -> list[Candidate]:
     """The forms of attention over a cache, the plain products first."""
     assert a.cached is not None
     why, emit = "reads only the filled part of the cache", partial(over_filled, attend=products)
-    form = f"{_products_form(a)}, filled part"
-    found = [Candidate(form, f"{site}/Softmax", emit, True, why, fused=False)]
+    found = [Candidate(f"{_products_form(a)}, filled part", f"{site}/Softmax", emit, True, why, fused=False)]
     if is_for_group_query(a):
         name = f"{site}/GroupQueryAttention"
         emit = partial(group_query, all_slots=not on_cpu)
@@ -408,8 +407,7 @@ def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:
     dims = [*_dims(output)[:2], a.size("d_v").dim()]
     results = []
     for i, inputs in enumerate(zip(*parts, strict=True)):
-        node_name = name if i == 0 else f"{name}_{i}"
-        result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=node_name)
+        result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=f"{name}_{i}" if i else name)
         results.append(typed(result, a.dtype, dims))
     return a.as_output(op, typed(op.Concat(*results, axis=-1), a.dtype, _dims(output)), output)
 
@@ -434,8 +432,7 @@ def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
     attributes: dict[str, int | float] = {"scale": a.scale, "softcap": a.softcap, "is_causal": int(a.is_causal)}
     if a.mask is not None:
         inputs.append(_whole_rows(op, a, _without_least(op, a.mask)))
-    result = op.op("Attention", inputs, attributes, name=name)
-    return _guarded(op, a, typed(result, a.dtype, _dims(output)), output)
+    return _guarded(op, a, typed(op.op("Attention", inputs, attributes, name=name), a.dtype, _dims(output)), output)
 
 
 def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
@@ -537,8 +534,7 @@ def _guarded(op: Builder, a: Attention, result: ir.Value, layout: Layout) -> ir.
 
 
 def _mask_layout(a: Attention, mask: ir.Value) -> Layout:
-    dims = a.layout(*SCORES).dims
-    return Layout(() if size == ONE else dim for size, dim in zip(sizes_of(mask), dims, strict=True))
+    return Layout(() if size == ONE else dim for size, dim in zip(sizes_of(mask), a.layout(*SCORES).dims, strict=True))
 
 
 def _bias(op: Builder, a: Attention, mask: ir.Value) -> ir.Value:

@@ -31,8 +31,7 @@ from attnforge.export.graphs.build import Builder, constant, like
 from attnforge.export.graphs.nodes import is_op, upstream
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import NO_SIZES, Attention, Candidate, Lowered, Sizes, usual
-from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks
-from attnforge.export.lowering.causal_blocks import in_causal_blocks
+from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks, in_causal_blocks
 from attnforge.export.lowering.products import BOOL, products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 
@@ -178,8 +177,7 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
 
 
 def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size: int) -> ir.Value:
-    """The products of parts of a site, cut by :func:`~.blocks.in_blocks` or
-    :func:`~.causal_blocks.in_causal_blocks`."""
+    """The products of parts of a site, cut by :func:`~.blocks.in_blocks` or :func:`~.blocks.in_causal_blocks`."""
     return by(op, a, size, lambda part, i: products(op, part, f"{name}_{i}" if i else name))
 
 

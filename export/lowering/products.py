@@ -25,8 +25,7 @@ def products(op: Builder, a: Attention, name: str) -> ir.Value:
     as_columns = needs_transpose(rows, a.output.layout) and not needs_transpose(columns, a.output.layout)
     value_layout = a.layout("B", "H", "d_v", "n_k") if as_columns else a.layout("B", "H", "n_k", "d_v")
     query, key, value = a.inputs(op, [a.layout(*QUERY), a.layout("B", "H", "d_k", "n_k"), value_layout])
-    result = decompose(op, a, query, key, value, name, as_columns)
-    return a.as_output(op, result, columns if as_columns else rows)
+    return a.as_output(op, decompose(op, a, query, key, value, name, as_columns), columns if as_columns else rows)
 
 
 def decompose(
@@ -62,8 +61,7 @@ def decompose(
         of_query, of_key, of_value = attention.scales
         query = rounded_to(op, query, of_query * attention.scale, FP8)
         key_transposed, value = rounded_to(op, key_transposed, of_key, FP8), rounded_to(op, value, of_value, FP8)
-    scores = op.MatMul(query, key_transposed)
-    typed(scores, dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
+    scores = typed(op.MatMul(query, key_transposed), dtype, [*dims_of(query)[:3], dims_of(key_transposed)[3]])
     if attention.softcap:
         cap = constant(op, attention.softcap, dtype)
         scores = like(op.Mul(like(op.Tanh(like(op.Div(scores, cap), scores)), scores), cap), scores)

@@ -53,8 +53,7 @@ from attnforge.export.graphs.nodes import numpy_type, upstream
 from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.graphs.types import in_fp32
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, usual
-from attnforge.export.lowering.blocks import in_blocks
-from attnforge.export.lowering.causal_blocks import in_causal_blocks
+from attnforge.export.lowering.blocks import in_blocks, in_causal_blocks
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 
@@ -124,8 +123,7 @@ def lower(
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
         lowered.append(Lowered(recipe.form, recipe.why, site=site.name, node=node, unfused=recipe.unfused))
     in_fp32(model.graph, WITHOUT_BF16)
-    modified = RemoveUnusedNodesPass()(model).modified or bool(lowered)
-    return SitesResult(model, modified, lowered)
+    return SitesResult(model, RemoveUnusedNodesPass()(model).modified or bool(lowered), lowered)
 
 
 def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:

@@ -224,15 +224,13 @@ def pieces(scores: Scores, node: ir.Node, index: Index) -> Iterator[tuple[ir.Val
 
 MOVES: dict[str, Callable[[Positions, ir.Node, Index], Index | None]] = {
     "Expand": _expand,
-    "Flatten": _viewed,
+    **dict.fromkeys(("Flatten", "Reshape", "Transpose"), _viewed),
     "Gather": _gather,
     "GatherND": _gather_nd,
     "Identity": lambda reader, node, index: index,
-    "Reshape": _viewed,
     "Slice": _slice,
     "Squeeze": _squeeze,
     "Tile": _tile,
-    "Transpose": _viewed,
     "Unsqueeze": _unsqueeze,
 }
 """By operator, a function that gives the index at which it reads its first input; None if that is not known. The shapes

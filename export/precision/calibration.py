@@ -76,10 +76,8 @@ def calibrate(
         tried = _Tried(rows.sample[str(value.name)], rows.peak[str(value.name)], weight, scheme)
         is_shared = any(product.is_shared for product in group)  # balanced, each would need its own weight
         degrees = (None, *DEGREES) if is_real and not is_shared else (None,)
-        if scheme.blocks:
-            form = tried.in_blocks(degrees)
-        else:
-            form = tried.quantised(degrees, allowed_by_tensor(value) if is_real else None)
+        by_tensor = allowed_by_tensor(value) if is_real and not scheme.blocks else None
+        form = tried.in_blocks(degrees) if scheme.blocks else tried.quantised(degrees, by_tensor)
         forms |= {product.name: form for product in group}
     return forms
 

@@ -19,9 +19,8 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.nodes import inputs_of
 from attnforge.export.precision.assign import MixedGraph
-from attnforge.export.precision.culprits import NOTHING_LEFT, culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
-from attnforge.export.precision.search import by_culprits, lower_again
+from attnforge.export.precision.search import NOTHING_LEFT, by_culprits, culprits, lower_again
 from attnforge.export.reference import Data, Derived, ReferenceModel, at_precision, inputs_and_cases
 from attnforge.export.room import Numbers
 from attnforge.numbers import scientific
@@ -149,8 +148,7 @@ def _groups(graph: MixedGraph, names: Assignment, sizes: Mapping[str, int]) -> I
     numbers, nodes = Numbers(sizes), graph.nodes
     saves = {name: cost_of(node, numbers, True) - cost_of(node, numbers, False) for name, node in nodes.items()}
     modules = [group for group in graph.by_module(names).values() if len(group) > 1]
-    singles = [[name] for name in saves if name in names]
-    for groups in (modules, singles):
+    for groups in (modules, [[name] for name in saves if name in names]):
         yield from sorted(groups, key=lambda group: -sum(saves[name] for name in group))
 
 

@@ -191,9 +191,8 @@ def tables(model: ir.Model) -> list[Table]:
 
 def _is_table(value: ir.Value) -> bool:
     array = value.const_value
-    is_weight = value.is_initializer() and not value.is_graph_input() and not value.is_graph_output()
     is_large = array is not None and array.dtype == FLOAT and len(array.shape) == 2 and array.size >= LEAST_WEIGHTS
-    return is_weight and is_large
+    return is_large and value.is_initializer() and not value.is_graph_input() and not value.is_graph_output()
 
 
 def is_head(node: ir.Node) -> bool:

@@ -272,8 +272,6 @@ def with_errors(
 # Whether queries and keys that OpenVINO multiplies in int8 stay within the parity budget of their bundle.
 
 
-INT8_PRECISION = PRECISIONS["int8"]
-
 SPARE = 0.9
 """Share of the parity budget that the graph may use for OpenVINO to stay within it."""
 
@@ -307,7 +305,7 @@ def why_over_budget(
                 if suffix and not is_floating(array):
                     continue
                 eager, exact = (outputs[key(case, name, which) + suffix] for which in ("eager", "float64"))
-                comparison = judge(case, name, numbers, eager, exact, INT8_PRECISION)
+                comparison = judge(case, name, numbers, eager, exact, PRECISIONS["int8"])
                 if not comparison.passed or (is_floating(array) and comparison.share > SPARE):
                     return (
                         f"OpenVINO's int8 product of queries and keys takes {comparison.share:.0%} of the parity "

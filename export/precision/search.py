@@ -9,9 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from attnforge.export.precision.culprits import NOTHING_LEFT, Culprits
-from attnforge.export.precision.judge import Assignment, Judge, Part, Trial
+import numpy as np
+import onnx_ir as ir
+
+from attnforge.export.diagnosis.causes import first_cause
+from attnforge.export.diagnosis.stages import decomposed, module_of
+from attnforge.export.diagnosis.trace import Trace, trace
+from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.nodes import VIEWS
+from attnforge.export.precision.assign import MixedGraph, unrounded_in_fused_kernels
+from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Trial
+from attnforge.export.tensorrt.build import site_of
 
 RAISES, TRIALS = 16, 64
 """Maximum number of times that culprits are raised, and of assignments that are judged."""
@@ -43,8 +53,8 @@ def by_culprits(
     raised: list[Culprits] = []
     high: Assignment = frozenset()
     while not (trial := judge(high)).passed and high != everything:
-        culprits = blame(high, trial) if len(raised) < RAISES else None
-        raised.append(culprits or Culprits(everything - high, NOTHING_LEFT))
+        blamed = blame(high, trial) if len(raised) < RAISES else None
+        raised.append(blamed or Culprits(everything - high, NOTHING_LEFT))
         high |= raised[-1].names
     return raised
 
@@ -62,3 +72,118 @@ def lower_again(judge: Judge, high: Assignment, groups: Iterable[Collection[str]
         if less != high and len(judge.trials) < TRIALS and judge(less).passed:
             high = less
             yield high
+
+
+# --- culprits ---------------------------------------------------------------------------------------------------------
+
+# The operators to blame if an assignment of precisions misses its requirement.
+
+
+HEADROOM = 2.0
+"""Factor below the largest number of a type that a tensor has to stay, because untested inputs may reach further."""
+
+STANDS_FOR_INFINITY = 1e30
+"""A number of this size in a mask excludes keys, and any other as low has the same effect."""
+
+
+NOTHING_LEFT = "the budget is not met without"
+"""Why operators are raised if nothing is left to blame."""
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """Operators to raise to fp32.
+
+    Attributes:
+        names: their names.
+        why: the evidence.
+        out_of_range: whether 16 bits cannot represent their numbers; then they stay in fp32.
+    """
+
+    names: frozenset[str]
+    why: str
+    out_of_range: bool = False
+
+
+def culprits(mixed: MixedGraph, answers: Answers, high: Assignment, trial: Trial) -> Culprits | None:
+    """The operators to raise next, among those that compute in 16 bits; None if nothing is left to blame.
+
+    Args:
+        mixed: the graph.
+        answers: answers to the cases that assignments are judged on.
+        high: the operators in fp32.
+        trial: the result, with a worst case, in which they are found.
+    """
+    assert trial.case is not None
+    inputs = answers.inputs[trial.case.name]
+    _, fused = mixed.lowered(high)
+    graph = decomposed(mixed.assigned(high), mixed.sites)
+    try:
+        traced = trace(graph, inputs, unrounded_in_fused_kernels(graph, fused))
+    except NoDoublePath as error:
+        return Culprits(frozenset(mixed.nodes) - high, f"nothing can be blamed: {error} cannot be computed in float64")
+    if beyond := _beyond_range(mixed, traced) - high:
+        shown = ", ".join(sorted(beyond)[:3])
+        return Culprits(beyond, f"beyond the range of {mixed.precision.name}: {shown}", out_of_range=True)
+    finding = first_cause(traced)
+    nodes = [tensor.node for tensor in traced.tensors if tensor.name == finding.tensor]
+    began = _where_it_begins(mixed, nodes[0], finding.evidence, high) if nodes else None
+    return began or _largest_left(mixed, traced, high)
+
+
+def _where_it_begins(mixed: MixedGraph, node: ir.Node, evidence: str, high: Assignment) -> Culprits | None:
+    """The operator at which an error begins, and those that compute its inputs, or else all operators of its module."""
+    module = module_of(node)
+    owners = {_owner_of(mixed, maker) for maker in (node, *map(_computing, node.inputs))}
+    if raised := frozenset(name for name in owners if name is not None) - high:
+        return Culprits(raised, evidence)
+    raised = frozenset(name for name, other in mixed.nodes.items() if module_of(other) == module) - high
+    return Culprits(raised, f"{module}: {evidence}") if raised else None
+
+
+def _largest_left(mixed: MixedGraph, traced: Trace, high: Assignment) -> Culprits | None:
+    """The 16-bit operator whose tensor has the largest error."""
+    owned = ((_owner_of(mixed, tensor.node), tensor) for tensor in traced.tensors)
+    left = [(name, tensor) for name, tensor in owned if name is not None and name not in high]
+    if not left:
+        return None
+    name, worst = max(left, key=lambda pair: pair[1].error)
+    return Culprits(frozenset([name]), f"the largest remaining error: {worst.name}")
+
+
+def _beyond_range(mixed: MixedGraph, traced: Trace) -> frozenset[str]:
+    """The operators that compute or receive numbers beyond the range of 16 bits, or have such weights."""
+    most = mixed.precision.largest / HEADROOM
+    names: set[str | None] = set()
+    for tensor in traced.tensors:
+        if tensor.largest > most and tensor.node.outputs[0].dtype == mixed.low:
+            takers = [use.node for use in tensor.node.outputs[0].uses()] if tensor.node.op_type == "Cast" else []
+            names |= {_owner_of(mixed, node) for node in (tensor.node, *takers)}
+    names |= {name for name, node in mixed.nodes.items() if _largest_weight(node) > most}
+    return frozenset(name for name in names if name is not None)
+
+
+def _largest_weight(node: ir.Node) -> float:
+    """The largest number of an operator's fp32 weights, except those that stand for infinity."""
+    weights = [v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None]
+    sizes = [np.abs(weight) for weight in weights if weight.dtype == np.float32]
+    return max((float(np.max(size[size < STANDS_FOR_INFINITY], initial=0.0)) for size in sizes), default=0.0)
+
+
+def _owner_of(mixed: MixedGraph, node: ir.Node | None) -> str | None:
+    """The operator of the canonical graph that a node of the decomposed graph is part of."""
+    if node is None or node.name is None:
+        return None
+    if node.name in mixed.nodes:
+        return node.name
+    name = f"{site_of(node.name)}/Attention"
+    return name if name in mixed.nodes else None
+
+
+def _computing(value: ir.Value | None) -> ir.Node | None:
+    """The node that computes a value's numbers, looking through nodes that only move or cast them."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in VIEWS | {"Slice", "Expand", "Cast"}:
+            return node
+        value = node.inputs[0]
+    return None

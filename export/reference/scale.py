@@ -96,8 +96,10 @@ class Evaluator:
             is_large = case.kind in ("scaled", "outliers") and case.scale > 1 / OUTLIERS
             eager = self._model.eager(inputs)
             exact = self._model.exact(inputs, peaks if case.is_ordinary or is_large else None)
-            if case.is_ordinary:
-                self._note_usual(peaks)
+            if case.is_ordinary:  # note which operators' results are beyond the range on ordinary inputs
+                beyond = [not peak <= self._largest for peak in peaks]
+                known = self._usual if len(self._usual) == len(beyond) else [False] * len(beyond)
+                self._usual = [was or now for was, now in zip(known, beyond, strict=True)]
             overflows = (_overflows(array, exact[name], self._model.precision) for name, array in eager.items())
             if not (is_large and (any(overflows) or self._leaves_range(peaks))):
                 return Results(inputs, eager, exact)
@@ -122,12 +124,6 @@ class Evaluator:
 
         first = _first(scales, is_supported)
         return scales[first] / MARGIN if first < count else scales[-1] / step
-
-    def _note_usual(self, peaks: Sequence[float]) -> None:
-        """Note which operators' results are beyond the range on ordinary inputs."""
-        beyond = [not peak <= self._largest for peak in peaks]
-        known = self._usual if len(self._usual) == len(beyond) else [False] * len(beyond)
-        self._usual = [was or now for was, now in zip(known, beyond, strict=True)]
 
     def _leaves_range(self, peaks: Sequence[float]) -> bool:
         """Whether results are beyond the range that are not on ordinary inputs; False if other operators ran then."""

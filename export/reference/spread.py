@@ -163,8 +163,7 @@ class Spreads:
                     continue
                 spread.is_drawn |= case.kind != "data" and 2 * max(relative, share) > floor
                 least = 0.0 if case.is_ordinary else usual / BY_CHANCE
-                is_made_small = case.kind == "scaled" and case.scale < 1
-                if least < error.largest < usual and not is_made_small:
+                if least < error.largest < usual and not (case.kind == "scaled" and case.scale < 1):
                     spread.widen(floor / 2 * usual / error.largest, floor / 2 * (usual - error.largest))
 
     def draw(self, stored: Mapping[str, Array], runs: float, cost: Cost, steps: Steps) -> None:
@@ -263,8 +262,7 @@ class _Draws:
         if count >= budget.MOST_DRAWS or not self._can_move:
             return False
         near = [spread for spread in self._spreads if self.case.is_ordinary or spread.may_decide(precision)]
-        least = budget.LEAST_LOW_DRAWS if precision.is_low else budget.LEAST_DRAWS
-        if count < least:
+        if count < (budget.LEAST_LOW_DRAWS if precision.is_low else budget.LEAST_DRAWS):
             return self._moves_sums or bool(near)
         return not all(spread.agrees for spread in near)
 
@@ -279,5 +277,4 @@ def neighbours(array: Array, precision: Precision, rng: np.random.Generator) -> 
     if precision.name == "tf32":
         with np.errstate(over="ignore", invalid="ignore"):
             moved = array + (moved - array) * np.float32(2 ** (23 - precision.mantissa_bits))
-    keep = ~np.isfinite(moved) | (array == 0) | (rng.random(array.shape) < 1 / 3)
-    return np.where(keep, array, moved)
+    return np.where(~np.isfinite(moved) | (array == 0) | (rng.random(array.shape) < 1 / 3), array, moved)

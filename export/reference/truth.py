@@ -79,8 +79,7 @@ def write_reference(
     evaluator, spreads = Evaluator(model, low, stored), Spreads(model, low or model)
     for_draws = _left(cases, cost)
     steps = Steps(progress, sum(cost(case.sizes) for case in cases) + for_draws)
-    largest_first = sorted(cases, key=lambda case: case.name != reference.LARGEST)
-    for case in largest_first:  # it needs its memory before results accumulate
+    for case in sorted(cases, key=lambda case: case.name != reference.LARGEST):  # it needs memory before results do
         steps.begin(case.name, cost(case.sizes))
         try:
             results = evaluator.results(case)
@@ -110,7 +109,9 @@ def write_reference(
     _check_same(model, cases[0], stored, outputs)
     (folder / "reference").mkdir()
     save_file(outputs, folder / REFERENCE_OUTPUTS)
-    save_file({name: _storable(array) for name, array in stored.items()}, folder / REFERENCE_EXAMPLE)
+    # contiguous, and bfloat16 as float32, because safetensors does not know NumPy's
+    known = {name: a.astype(np.float32) if a.dtype == BFLOAT16 else a for name, a in stored.items()}
+    save_file({name: np.asarray(array, order="C") for name, array in known.items()}, folder / REFERENCE_EXAMPLE)
     return cases
 
 
@@ -123,8 +124,7 @@ def _check_same(
     Raises:
         CaptureError: it does not.
     """
-    inputs = reference.make_inputs(example, model.inputs, stored)
-    for name, array in model.eager(inputs).items():
+    for name, array in model.eager(reference.make_inputs(example, model.inputs, stored)).items():
         for key, again in kept(array, example, reference.key(example, name, "eager")).items():
             if not _is_same(outputs[key], again, max(SAME, model.precision.floor)):
                 raise CaptureError(
@@ -211,8 +211,3 @@ def kept(array: Array, case: Case, name: str) -> dict[str, Array]:
     sums = reference.blocks(array, case)
     numbers = {name: np.ascontiguousarray(reference.sampled(array, case))}
     return numbers if sums is None else {**numbers, f"{name}/blocks": sums}
-
-
-def _storable(array: Array) -> Array:
-    """An array as safetensors stores it: contiguous, and bfloat16 as float32, because it does not know NumPy's."""
-    return np.asarray(array.astype(np.float32) if array.dtype == BFLOAT16 else array, order="C")

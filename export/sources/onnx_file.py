@@ -10,33 +10,27 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
 from attnforge.arrays import Array, is_floating, to_numpy
 from attnforge.bundle import Case, DimSpec, TensorSpec, dim_name
-from attnforge.errors import CaptureError, UsageError, raised_as
+from attnforge.errors import BuildError, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.export.attention.roles import index_range
-from attnforge.export.graphs.float64 import FIRST_OPSET
-from attnforge.export.graphs.types import DOUBLE, FLOAT, LOW, retype
-from attnforge.export.sources.onnx_check import (
-    KNOWN_DOMAINS,
-    check,
-    check_files,
-    check_growth,
-    check_names,
-    check_operator,
-    check_signatures,
-    tensors,
-)
-from attnforge.export.sources.original import Original, as_standard, check_converted, has_scores, is_unlike_standard
+from attnforge.export.graphs.execute import Runner, as_it_is, at_own_precision, in_float64, wide
+from attnforge.export.graphs.float64 import FIRST_OPSET, NoDoublePath
+from attnforge.export.graphs.nodes import is_op, is_used, optional_input
+from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LOW, retype
+from attnforge.export.sources import onnx_check
 from attnforge.export.sources.repair import FUSED, repair, unfuse
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
 from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
@@ -126,10 +120,10 @@ def _imported(
     usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
     _name_dims(model, file.name, ranges or {})
     infer_shapes(model)
-    check_growth(model, usual)  # after each step that makes more shapes known
+    onnx_check.check_growth(model, usual)  # after each step that makes more shapes known
     fold(model, floats=False)
     infer_shapes(model)
-    check_growth(model, usual)
+    onnx_check.check_growth(model, usual)
     _refuse(model)
     converted = None if model is given else model.clone()
     dtype = _float_type(given)
@@ -150,7 +144,7 @@ def _imported(
     if unknown := [v.name for node in model.graph for v in node.outputs if v.shape is None or v.dtype is None]:
         logging.getLogger("attnforge").info("the shapes of %d values are not known: %s, …", len(unknown), unknown[0])
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
-    check_growth(model, usual)
+    onnx_check.check_growth(model, usual)
     imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
     if converted is not None:
         check_converted(given, converted, imported.example)
@@ -163,20 +157,20 @@ def _read(file: Path) -> ir.Model:
         raise UsageError(f"no file {str(file)!r}; give the path of an ONNX model")
     with raised_as(UsageError, f"{file} cannot be read as an ONNX model"):
         proto = onnx.load(file, load_external_data=False)
-        check_files(proto, file.parent)
-        check_names(proto.graph)
+        onnx_check.check_files(proto, file.parent)
+        onnx_check.check_names(proto.graph)
         model = ir.from_proto(proto)
     if not model.graph.outputs or not model.opset_imports:
         raise UsageError(f"{file} cannot be read as an ONNX model: it has no outputs")
-    for tensor in tensors(model):
+    for tensor in onnx_check.tensors(model):
         if isinstance(tensor, ir.ExternalTensor):
             tensor.base_dir = file.parent.absolute()
     for value in model.graph.initializers.values():  # shapes, which inference would look for in the current folder
         if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= SMALL:
             (value.const_value,) = ir.external_data.convert_tensors_from_external([value.const_value])
-    check(model)
+    onnx_check.check(model)
     common.InlinePass()(model)
-    check_signatures(model)
+    onnx_check.check_signatures(model)
     common.RemoveInitializersFromInputsPass()(model)
     common.NameFixPass()(model)
     return model
@@ -202,8 +196,8 @@ def _refuse(model: ir.Model) -> None:
                 f"the graph has {node.op_type} ({node.name}), so there is no float64 reference to check it against; "
                 "give the graph as it was before it was quantized"
             )
-        check_operator(node)
-        if node.domain not in KNOWN_DOMAINS:
+        onnx_check.check_operator(node)
+        if node.domain not in onnx_check.KNOWN_DOMAINS:
             raise UsageError(
                 f"the graph has {node.domain}::{node.op_type} ({node.name}), an operator of neither ONNX nor ONNX "
                 "Runtime; export it with standard ones, or add a function that defines it"
@@ -314,3 +308,145 @@ def _name_scopes(model: ir.Model) -> None:
     for node in model.graph:
         if _SCOPES not in node.metadata_props and (parts := (node.name or "").split("/"))[0] == "" and len(parts) > 2:
             node.metadata_props[_SCOPES] = repr(["", ".".join(parts[1:-1]), parts[-1]])
+
+
+# --- the graph as it is in its file -----------------------------------------------------------------------------------
+
+# An ONNX graph as it is in its file: the reference for the model that is deployed from it.
+
+
+CONVERSION = 2.0**-10
+"""Relative to the largest number, how far the conversion of a graph's opset may change an output; in general it keeps
+every bit."""
+
+
+def has_scores(node: ir.Node) -> bool:
+    """Whether the scores of an ai.onnx Attention are used."""
+    return is_op(node, "Attention") and len(node.outputs) > 3 and is_used(node.outputs[3])
+
+
+def is_unlike_standard(node: ir.Node) -> bool:
+    """Whether ONNX Runtime 1.31 computes an ai.onnx Attention differently from the standard: it does not know windows,
+    refuses a mask that is shorter than the keys, and its masked scores are the least number instead of minus infinity.
+    """
+    return is_op(node, "Attention") and bool(
+        {"left_window_size", "right_window_size"} & set(node.attributes)
+        or (optional_input(node, 3) is not None and optional_input(node, 6) is not None)
+        or (has_scores(node) and node.attributes.get_int("qk_matmul_output_mode", 0) == 2)
+    )
+
+
+def as_standard(model: ir.Model, is_replaced: Callable[[ir.Node], bool]) -> None:
+    """Replace operators of ai.onnx by the functions that the standard defines them by, in place. (ONNX's own inliner
+    fails at nodes that omit an input.)"""
+    for i, node in enumerate(list(filter(is_replaced, model.graph))):
+        schema: Any = onnx.defs.get_schema(node.op_type, model.opset_imports[""])
+        types = [b"" if value is None else ir.to_proto(value).type.SerializeToString() for value in node.inputs]
+        body = schema.get_context_dependent_function_with_opset_version(
+            schema.since_version, ir.to_proto(node).SerializeToString(), types
+        )
+        proto = onnx.FunctionProto.FromString(body)
+        proto.domain, proto.name = "attnforge", f"{node.op_type}{i}"
+        proto.output[:] = proto.output[: len(node.outputs)]
+        for name in set(proto.output).difference(*(part.output for part in proto.node)):  # which the node omits
+            proto.node.append(onnx.helper.make_node("Constant", [], [name], value_int=0))
+        function = ir.from_proto(proto)
+        model.functions[function.identifier()] = function
+        node.domain, node.op_type, node.version = proto.domain, proto.name, None
+        model.opset_imports[proto.domain] = 1
+    common.InlinePass()(model)
+
+
+class Original:
+    """Runs a graph unoptimised on the CPU, at the bundle's precision and in float64.
+
+    At 16 bits, every operator computes in fp32 and its result is rounded to 16 bits, as ONNX Runtime itself runs the
+    fp16 operators that it has no kernels for; for bf16 it has almost none.
+
+    Attributes:
+        model: the graph.
+
+    Args:
+        model: a graph of any opset, at the bundle's precision.
+        precision: the precision of the bundle.
+    """
+
+    def __init__(self, model: ir.Model, precision: Precision) -> None:
+        self.model = model
+        self._precision = precision
+
+    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs at the bundle's precision; 16-bit outputs as float32, which represents them exactly.
+
+        Raises:
+            CaptureError: the graph does not take inputs of these sizes or numbers, although its dims allow them.
+        """
+        return _run(self._eager, inputs)
+
+    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs in float64, with weights widened from the bundle's precision."""
+        return _run(self._exact, inputs)
+
+    @cached_property
+    def _eager(self) -> Runner:
+        with raised_as(BuildError, "ONNX Runtime cannot run the graph as it was given"):
+            return (at_own_precision if self._precision.is_low else as_it_is)(self.model)
+
+    @cached_property
+    def _exact(self) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
+        """A function from float64 inputs to float64 outputs, by ONNX Runtime or else onnx's reference evaluator."""
+        try:
+            return in_float64(self.model, least_stays_least=True)
+        except NoDoublePath as error:
+            reason = str(error)
+        except Exception as error:  # ONNX Runtime raises errors of several kinds for a graph that it refuses
+            reason = first_line(error)
+        with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
+            model = self.model.clone()
+            retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
+            evaluator = ReferenceEvaluator(ir.to_proto(model))
+        return lambda inputs: _evaluate(evaluator, inputs, reason)
+
+
+def check_converted(given: ir.Model, converted: ir.Model, inputs: Mapping[str, Array]) -> None:
+    """Check on some inputs that a graph which cannot be the reference itself computes the same after its conversion. Of
+    both, what is in 16 bits is computed in fp32. The graphs are changed.
+
+    Raises:
+        BuildError: ONNX Runtime does not run the graph as it was given.
+        UsageError: the conversion changed what it computes.
+    """
+    for model in (given, converted):
+        retype(model, LOW, FLOAT)
+    with raised_as(BuildError, "ONNX Runtime cannot run the graph as it was given"):
+        before, after = as_it_is(given), as_it_is(converted)
+    results = _run(after, inputs)
+    for name, array in _run(before, inputs).items():
+        expected, got = wide(array), wide(results[name])
+        within = CONVERSION * np.abs(expected[np.isfinite(expected)]).max(initial=0) if is_floating(array) else 0
+        if expected.shape != got.shape or not np.allclose(got, expected, rtol=0, atol=within, equal_nan=True):
+            raise UsageError(
+                f"onnx's converter changes the output {name!r} of the graph, of opset {given.opset_imports['']}; "
+                f"export it with opset {FIRST_OPSET} or later"
+            )
+
+
+def _run(runner: Callable[[Mapping[str, Array]], dict[str, Array]], inputs: Mapping[str, Array]) -> dict[str, Array]:
+    shapes = shortened(", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items()))
+    failed = f"the graph does not run with {shapes}, which its dims allow"
+    with raised_as(CaptureError, failed, "; give ranges that it takes"):
+        return runner(inputs)
+
+
+def _evaluate(evaluator: ReferenceEvaluator, inputs: Mapping[str, Array], reason: str) -> dict[str, Array]:
+    """Run onnx's reference evaluator, and check that no operator fell back to fp32."""
+    feeds = {name: wide(array) for name, array in inputs.items()}
+    with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
+        results: Any = evaluator.run(None, feeds, intermediate=True)
+    fp32 = {name for name, a in results.items() if isinstance(a, np.ndarray) and a.dtype == np.float32}
+    for node in evaluator.nodes_:
+        if not fp32.isdisjoint(node.output) and any(
+            isinstance(a := results.get(name), np.ndarray) and a.dtype == np.float64 for name in node.input
+        ):
+            raise BuildError(f"no float64 reference: {reason}; onnx.reference computes {node.op_type} in fp32")
+    return {name: np.asarray(results[name]) for name in evaluator.output_names}

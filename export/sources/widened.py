@@ -26,11 +26,8 @@ from attnforge.runtime.backends.eager import doubled, run
 aten: Any = torch.ops.aten
 
 WIDE: Mapping[torch.dtype, torch.dtype] = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
 """The types that are widened, and the types that they are widened to."""
 

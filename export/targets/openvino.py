@@ -45,5 +45,4 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
         tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
     if all(site.form == CANONICAL_FORM for site in lowered):
         return None
-    record = TargetRecord(model=job.shelf.save(model, f"{OPENVINO}/model.onnx"), tuning=tuning)
-    return Built(record, lowered)
+    return Built(TargetRecord(model=job.shelf.save(model, f"{OPENVINO}/model.onnx"), tuning=tuning), lowered)

@@ -215,8 +215,7 @@ def _configured(trt: Any, builder: Any, network: Any, request: Request) -> Any:
     else:
         config.clear_flag(trt.BuilderFlag.TF32)
     if request.timing_cache is not None:
-        timing_cache = config.create_timing_cache(cache.read(request.timing_cache) or b"")
-        config.set_timing_cache(timing_cache, False)
+        config.set_timing_cache(config.create_timing_cache(cache.read(request.timing_cache) or b""), False)
     return config
 
 
@@ -233,9 +232,8 @@ def _profile(inputs: list[TensorSpec], ranges: Mapping[str, Range]) -> Any:
 
 def _layers(messages: list[tuple[int, str]]) -> list[Layer]:
     lines = [line for _, text in messages if text.startswith("Layers:") for line in text.splitlines()]
-    matches = [match for line in lines if (match := _LAYER.match(line))]
     layers = []
-    for m in matches:
+    for m in filter(None, map(_LAYER.match, lines)):
         inputs, _, outputs = m["tensors"].partition("Outputs: ")
         inputs = inputs.partition("Constants: ")[0]
         layers.append(

@@ -17,7 +17,7 @@ import attnforge
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.cli import app
 from attnforge.errors import InputError, UsageError
-from attnforge.export.kept_files import check_processor, check_tokenizer, usable
+from attnforge.export.deploy import check_processor, check_tokenizer, usable
 from attnforge.export.options import DeployOptions
 from attnforge.export.sources.huggingface import example
 from attnforge.export.sources.named import name_of

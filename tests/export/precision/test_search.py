@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnforge.bundle import Case
-from attnforge.export.precision.culprits import NOTHING_LEFT, Culprits
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial
-from attnforge.export.precision.search import TRIALS, by_culprits, by_error, lower_again
+from attnforge.export.precision.search import NOTHING_LEFT, TRIALS, Culprits, by_culprits, by_error, lower_again
 from attnforge.precision import PRECISIONS
 from attnforge.progress import Steps
 from attnforge.runtime.parity.metrics import MeasuredMetric, accuracy

@@ -19,8 +19,7 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.masks.visibility import visibility
-from attnforge.export.sources.onnx_file import import_graph
-from attnforge.export.sources.original import Original
+from attnforge.export.sources.onnx_file import Original, import_graph
 from attnforge.export.sources.specs import Ranges
 
 TOLERANCE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-5}

@@ -29,8 +29,7 @@ from attnforge.export.graphs.execute import as_it_is, at_own_precision
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.sources.exported_program import open_program
-from attnforge.export.sources.onnx_file import import_graph
-from attnforge.export.sources.original import Original
+from attnforge.export.sources.onnx_file import Original, import_graph
 from attnforge.export.sources.shapes import infer_shapes
 from attnforge.export.sources.torch_module import capture, matchers
 from attnforge.precision import precision_named
