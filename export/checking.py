@@ -13,7 +13,7 @@ from attnforge.bundle import CANONICAL, Bundle, Choice, Manifest, Wrong
 from attnforge.errors import AttnforgeError, first_line
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.diagnose import diagnose
-from attnforge.export.diagnosis.finding import COSTS
+from attnforge.export.diagnosis.trace import COSTS
 from attnforge.export.flops import run_cost
 from attnforge.machine import this_machine, versions
 from attnforge.progress import Progress

@@ -430,7 +430,7 @@ class Wrong(StoredRecord):
     explicit request.
 
     Attributes:
-        cause: a cause of :class:`attnforge.export.diagnosis.finding.Finding`.
+        cause: a cause of :class:`attnforge.export.diagnosis.trace.Finding`.
         stage: the graph or backend that is wrong.
         evidence: the numbers that show it, in one line.
         tensor, operator, module, line: location of the error; None if no single tensor causes it.

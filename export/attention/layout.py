@@ -299,9 +299,8 @@ def _shape(op: Builder, dims: list[Dims], sized: Sequence[Sized], reshape_from: 
         entries[dynamic[0]] = -1
     if all(isinstance(entry, int) for entry in entries):
         return constant(op, [entry for entry in entries if isinstance(entry, int)])
-    return op.Concat(
-        *(constant(op, [e]) if isinstance(e, int) else _dynamic_size(op, e, sized) for e in entries), axis=0
-    )
+    sizes = (constant(op, [e]) if isinstance(e, int) else _dynamic_size(op, e, sized) for e in entries)
+    return op.Concat(*sizes, axis=0)
 
 
 def _dynamic_size(op: Builder, dim: Dims, sized: Sequence[Sized]) -> ir.Value:

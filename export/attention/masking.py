@@ -100,9 +100,8 @@ def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
     if (axis := one_axis(reduction)) is None:
         return False
     counted = input_of(reduction)
-    inner, inner_negated = without_not(
-        Operand(counted if counted.dtype == BOOL else _before_casts(counted), fill.condition.layout)
-    )
+    counted = counted if counted.dtype == BOOL else _before_casts(counted)
+    inner, inner_negated = without_not(Operand(counted, fill.condition.layout))
     if not same_value(inner.value, fill.condition.value):
         return False
     is_any = reduction.op_type == "ReduceMax"
@@ -122,11 +121,8 @@ def _before_casts(value: ir.Value) -> ir.Value:
 
 def _same_keys(zeroing: Zeroing, fill: Fill) -> bool:
     """Whether both exclude the same keys."""
-    return (
-        zeroing.inverted == fill.inverted
-        and zeroing.condition.layout.dims == fill.condition.layout.dims
-        and same_value(zeroing.condition.value, fill.condition.value)
-    )
+    a, b = zeroing.condition, fill.condition
+    return zeroing.inverted == fill.inverted and a.layout.dims == b.layout.dims and same_value(a.value, b.value)
 
 
 def settle_fills_with_sinks(scores: ScoreSteps) -> ScoreSteps:

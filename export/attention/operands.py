@@ -114,12 +114,10 @@ def same_value(a: ir.Value | None, b: ir.Value | None, depth: int = 8) -> bool:
     node_a, node_b = a.producer(), b.producer()
     if node_a is None or node_b is None or depth == 0 or a.index() != b.index():
         return False
-    return (
-        node_a.op_identifier() == node_b.op_identifier()
-        and node_a.attributes == node_b.attributes
-        and len(node_a.inputs) == len(node_b.inputs)
-        and all(same_value(x, y, depth - 1) for x, y in zip(node_a.inputs, node_b.inputs, strict=True))
-    )
+    if node_a.op_identifier() != node_b.op_identifier() or node_a.attributes != node_b.attributes:
+        return False
+    pairs = zip(node_a.inputs, node_b.inputs, strict=False)
+    return len(node_a.inputs) == len(node_b.inputs) and all(same_value(x, y, depth - 1) for x, y in pairs)
 
 
 def is_zero_or_one(value: ir.Value | None) -> bool:

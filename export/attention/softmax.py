@@ -101,12 +101,9 @@ def _is_shifted(scores: ir.Value, axis: int) -> bool:
     if not is_op(node, "Sub"):
         return False
     largest = _maker(node.inputs[1])
-    return (
-        largest is not None
-        and largest.op_type == "ReduceMax"
-        and before_casts(largest.inputs[0]) is before_casts(node.inputs[0])
-        and one_axis(largest) == axis
-    )
+    if largest is None or largest.op_type != "ReduceMax" or one_axis(largest) != axis:
+        return False
+    return before_casts(largest.inputs[0]) is before_casts(node.inputs[0])
 
 
 def _is_guarded(weights: ir.Value) -> bool:

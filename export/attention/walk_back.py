@@ -391,9 +391,8 @@ def _from_concat(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores
         own = (sinks,) if count != ONE else ()
         operand = _before_casts(column, position.layout.with_dim(axis, own))
         sink = Sink(operand, own, steps.scale, count.factor, i == 1, position.softmax_axis, keys)
-        scores = walk_to_product(
-            Position(source, position.layout.with_dim(axis, (keys,)), keys), replace(steps, sink=sink)
-        )
+        before = Position(source, position.layout.with_dim(axis, (keys,)), keys)
+        scores = walk_to_product(before, replace(steps, sink=sink))
         if isinstance(scores, Scores):
             return scores
         reasons.append(scores.reason)

@@ -6,7 +6,7 @@ dim on the way is identified by its axes, as in :mod:`.walk_back`. A walk that e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,7 @@ def walk_to_outputs(position: Position, steps: WeightSteps) -> list[Weights] | E
                 continue
             users = {use.node for use in position.value.uses() if use.node.op_type != "Shape"} - position.also_used_by
             if len(users) > 1 and not position.value.is_graph_output():
-                return _every_output(position, steps, users)
+                return [*_every_output(position, steps, users)]
             node = only_user(position, "attention weights")
             steps = replace(steps, path=(*steps.path, node.op_type))
             product = node if is_product(node) else sum_of(node) if node.op_type == "Mul" else None
@@ -120,9 +120,8 @@ def walk_to_outputs(position: Position, steps: WeightSteps) -> list[Weights] | E
         return Ended(str(error), steps.path)
 
 
-def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -> list[Weights]:
+def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -> Iterator[Weights]:
     """Follow weights that several nodes read: each product is a separate attention over the same scores."""
-    outputs = []
     for node in sorted(users, key=lambda user: user.name or ""):
         weights = walk_to_outputs(replace(position, also_used_by=frozenset(users - {node})), steps)
         if isinstance(weights, Ended):
@@ -130,8 +129,7 @@ def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -
                 f"the attention weights {position.value.name!r} are used {len(users)} times, not only for values "
                 f"({weights.reason}); a fused kernel never stores them"
             )
-        outputs += weights
-    return outputs
+        yield from weights
 
 
 def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weights:

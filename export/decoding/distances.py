@@ -124,9 +124,7 @@ def _at_own_key(line: Line) -> Line:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-_LINEAR = frozenset({
-    *MOVES, "Abs", "Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where",
-})  # fmt: skip
+_LINEAR = {*MOVES, "Abs", "Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where"}
 """Operators of which lines give lines, or one for each of several cases."""
 
 
@@ -361,19 +359,15 @@ class _Arithmetic:
         return self.scores.whole(x).ge_set(self.scores.constant(0))
 
 
-def _times(line: Line, number: Array) -> Line:
-    """A line times a number, by head; factors of 0 stay 0, also times infinity."""
-    rows = np.asarray(line.any(1))
-    rows[CONSTANT] = True
-    result = np.zeros((4, max(line.shape[1], len(number))))
-    result[rows] = line[rows] * number
-    return result
-
-
 def _product(a: Line, b: Line) -> Line:
+    """A line times a number, by head; factors of 0 stay 0, also times infinity."""
     for line, other in ((a, b), (b, a)):
         if (number := number_of(other)) is not None:
-            return _times(line, number)
+            rows = np.asarray(line.any(1))
+            rows[CONSTANT] = True
+            result = np.zeros((4, max(line.shape[1], len(number))))
+            result[rows] = line[rows] * number
+            return result
     raise NotByDistance("it multiplies two numbers that differ by position")
 
 

@@ -42,8 +42,14 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
     if decoding.past not in inputs:
         return  # the graph as it was exported
     tokens = inputs[decoding.tokens]
-    if decoding.kept is not None:
-        _keep_all(graph, inputs[decoding.kept], tokens)
+    if decoding.kept is not None:  # outputs are those of all tokens
+        kept = inputs[decoding.kept]
+        (dim,), count_dim = dims_of(kept), dims_of(tokens)[1]
+        every = insert(graph, graph[0], partial(numbered, x=tokens, axis=1), stem=f"without past/{kept.name}")
+        ir.convenience.replace_all_uses_with(kept, every)
+        graph.inputs.remove(kept)
+        for value in (output for node in graph for output in node.outputs if output.shape is not None):
+            value.shape = ir.Shape([count_dim if each == dim else each for each in dims_of(value)])
     caches = [spec.name for spec in decoding.tensors]
     following = {f"{name}{NEXT}" for name in caches}
     for name in (decoding.past, *caches):
@@ -64,16 +70,6 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
         if node.op_type == "Attention" and WINDOW in node.metadata_props:
             _read_new_alone(graph, node)
     RemoveUnusedNodesPass()(model)
-
-
-def _keep_all(graph: ir.Graph, kept: ir.Value, tokens: ir.Value) -> None:
-    """Make outputs those of all tokens."""
-    (dim,), count_dim = dims_of(kept), dims_of(tokens)[1]
-    every = insert(graph, graph[0], partial(numbered, x=tokens, axis=1), stem=f"without past/{kept.name}")
-    ir.convenience.replace_all_uses_with(kept, every)
-    graph.inputs.remove(kept)
-    for value in (output for node in graph for output in node.outputs if output.shape is not None):
-        value.shape = ir.Shape([count_dim if each == dim else each for each in dims_of(value)])
 
 
 def _read_new_alone(graph: ir.Graph, node: ir.Node) -> None:

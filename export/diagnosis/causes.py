@@ -10,8 +10,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.operands import scalar
-from attnforge.export.diagnosis.finding import Cause, Finding
-from attnforge.export.diagnosis.trace import TensorErrors, Trace
+from attnforge.export.diagnosis.trace import Cause, Finding, TensorErrors, Trace
 from attnforge.export.graphs.nodes import constant_of, inputs_of, upstream
 from attnforge.export.graphs.types import FLOATS
 from attnforge.numbers import scientific

@@ -111,9 +111,8 @@ def _has_room(model: ir.Model, case: Case) -> bool:
     for node in model.graph:
         with suppress(Unmeasurable):
             if node.op_type == "Attention":
-                scores.append(
-                    prod(shape_at(node.inputs[0], case.sizes)[:-1]) * shape_at(node.inputs[1], case.sizes)[-2]
-                )
+                query, key = (shape_at(node.inputs[i], case.sizes) for i in (0, 1))
+                scores.append(prod(query[:-1]) * key[-2])
     weights = sum(v.const_value.size for v in model.graph.initializers.values() if v.const_value is not None)
     left = available()
     return left is None or 8 * (weights + most_alive(model, case.sizes) + 3 * max(scores)) <= left / 2

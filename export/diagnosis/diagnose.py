@@ -15,12 +15,11 @@ from typing import NamedTuple
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Case, Quantised, Trusted, open_bundle, used
 from attnforge.errors import BundleError, UnavailableError, UnknownNameError, first_line
 from attnforge.export.diagnosis.deployed import step_inputs, step_tensors_on, tensors_on
-from attnforge.export.diagnosis.finding import COSTS, Finding, finite
 from attnforge.export.diagnosis.findings import Examination, first_finding
 from attnforge.export.diagnosis.quantised import unrounded, with_weights
 from attnforge.export.diagnosis.rewrites import first_parting
 from attnforge.export.diagnosis.stages import line_of, module_of, stages
-from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of, trace
+from attnforge.export.diagnosis.trace import COSTS, Finding, TensorErrors, Trace, error_of, finite, trace
 from attnforge.export.graphs.execute import Tensors
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.keywords import guessable

@@ -13,10 +13,9 @@ from attnforge.arrays import Array
 from attnforge.bundle import OPENVINO, Bundle, Manifest
 from attnforge.export.diagnosis.causes import first_cause, out_of_range
 from attnforge.export.diagnosis.deployed import stored_low
-from attnforge.export.diagnosis.finding import COSTS, Finding
 from attnforge.export.diagnosis.quantised import costliest_step, saturated_on
 from attnforge.export.diagnosis.rewrites import Parting, write_reproduction
-from attnforge.export.diagnosis.trace import Trace
+from attnforge.export.diagnosis.trace import COSTS, Finding, Trace
 from attnforge.export.graphs.execute import values_of
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named

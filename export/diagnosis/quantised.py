@@ -6,7 +6,7 @@ low-bit in both graphs, because a bundle has no others; their cost is the rest o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from attnforge.arrays import Array
 from attnforge.bundle import Quantised
 from attnforge.export.diagnosis.causes import HALVED, TRIED, numbers_of
-from attnforge.export.diagnosis.finding import Cause, Finding
 from attnforge.export.diagnosis.stages import module_of
-from attnforge.export.diagnosis.trace import TensorErrors, Trace, error_of
+from attnforge.export.diagnosis.trace import Cause, Finding, TensorErrors, Trace, error_of
 from attnforge.export.graphs.build import initializer, like
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.nodes import constant_of, input_of, is_op, maker_of
@@ -105,25 +104,21 @@ def _pairs(model: ir.Model) -> list[tuple[ir.Node, ir.Node]]:
     return [(node, quantise) for node, quantise in pairs if is_op(quantise, "QuantizeLinear")]
 
 
-def steps_of(model: ir.Model) -> list[Rounding]:
-    """The steps of a graph that :func:`with_weights` made, in graph order."""
-    steps = []
+def steps_of(model: ir.Model) -> Iterator[Rounding]:
+    """Yield the steps of a graph that :func:`with_weights` made, in graph order."""
     for node, quantise in _pairs(model):
         scale, readers = constant_of(quantise.inputs[1]), [use.node for use in node.outputs[0].uses()]
         if scale is None or scale.size != 1 or not readers:
             continue
-        steps.append(
-            Rounding(
-                tensor=str(node.outputs[0].name),
-                source=str(input_of(quantise).name),
-                scale=float(scale.item()),
-                scheme=SCHEMES["int8" if quantise.outputs[0].dtype == INT8 else "fp8"],
-                module=module_of(next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])),
-                users=tuple(str(reader.name) for reader in readers),
-                is_input=all(reader.op_type == "MatMul" and input_of(reader, 1).is_initializer() for reader in readers),
-            )
+        yield Rounding(
+            tensor=str(node.outputs[0].name),
+            source=str(input_of(quantise).name),
+            scale=float(scale.item()),
+            scheme=SCHEMES["int8" if quantise.outputs[0].dtype == INT8 else "fp8"],
+            module=module_of(next((reader for reader in readers if reader.op_type == "MatMul"), readers[0])),
+            users=tuple(str(reader.name) for reader in readers),
+            is_input=all(reader.op_type == "MatMul" and input_of(reader, 1).is_initializer() for reader in readers),
         )
-    return steps
 
 
 def costliest_step(trace: Trace, quantised: Quantised) -> Finding:
@@ -138,7 +133,9 @@ def costliest_step(trace: Trace, quantised: Quantised) -> Finding:
     largest = sorted(steps, key=lambda step: -by_name[step.tensor].own)[:TRIED]
     without = {step.tensor: error_without(trace, step.tensor) for step in largest}
     costliest = min(largest, key=lambda step: without[step.tensor], default=None)
-    worst = _worst_product(quantised)
+    product, worst = max(quantised.products, key=lambda p: p.error, default=None), "no product is quantised"
+    if product is not None:
+        worst = f"{product.module} has the largest error by itself, weights and input: {scientific(product.error)}"
     if costliest is None:
         return Finding(cause="quantisation", evidence=f"no input of a product is rounded; {worst}")
     tensor, left = by_name[costliest.tensor], without[costliest.tensor]
@@ -161,13 +158,6 @@ def _modules(step: Rounding, quantised: Quantised) -> str:
     by_product = {f"{product.name}/{quantised.type}": product.module for product in quantised.products}
     modules = dict.fromkeys(by_product[user] for user in step.users if user in by_product)
     return ", ".join([*modules][:LISTED]) + (", …" if len(modules) > LISTED else "") if modules else step.module
-
-
-def _worst_product(quantised: Quantised) -> str:
-    worst = max(quantised.products, key=lambda product: product.error, default=None)
-    if worst is None:
-        return "no product is quantised"
-    return f"{worst.module} has the largest error by itself, weights and input: {scientific(worst.error)}"
 
 
 def error_without(trace: Trace, tensor: str) -> float:

@@ -340,9 +340,8 @@ class _CausalCut:
         if self._first:  # the zeros after the last token are not first keys
             first = op.Min(constant(op, self._first), op.Squeeze(self.tokens))
             queries = op.Max(queries, op.Sub(first, constant(op, 1)))
-        return op.LessOrEqual(
-            op.Unsqueeze(keys, constant(op, [0, 1, 2])), op.Unsqueeze(queries, constant(op, [0, 1, 3]))
-        )
+        keys, queries = op.Unsqueeze(keys, constant(op, [0, 1, 2])), op.Unsqueeze(queries, constant(op, [0, 1, 3]))
+        return op.LessOrEqual(keys, queries)
 
     def pairs(self, op: Builder, x: ir.Value, number: int) -> ir.Value:
         """The pairs of a block from `(batch, heads, queries, keys)`, of which each dim may be 1."""

@@ -12,7 +12,7 @@ Where it does not apply, Attention reads the first slots of the cache, as many a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -333,15 +333,13 @@ def _of_halves(node: ir.Node, size: int) -> Parts | None:
     return None
 
 
-def _factors(node: ir.Node) -> list[list[tuple[ir.Value, ir.Value]]]:
-    """The factors, in both orders, of each product that a node adds or subtracts; none for an input that is not a
+def _factors(node: ir.Node) -> Iterator[list[tuple[ir.Value, ir.Value]]]:
+    """Yield the factors, in both orders, of each product that a node adds or subtracts; none for an input that is not a
     product."""
-    factors = []
     for value in node.inputs:
         product = maker_of(value)
         a, b = product.inputs if is_op(product, "Mul") else (None, None)
-        factors.append([] if a is None or b is None else [(a, b), (b, a)])
-    return factors
+        yield [] if a is None or b is None else [(a, b), (b, a)]
 
 
 def _half(value: ir.Value | None, size: int) -> tuple[ir.Value, int] | None:

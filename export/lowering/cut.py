@@ -25,9 +25,7 @@ from attnforge.export.lowering.attention import Attention, Candidate, attention_
 
 BOOL, BFLOAT16, INT8 = ir.DataType.BOOL, ir.DataType.BFLOAT16, ir.DataType.INT8
 
-PRODUCTS = frozenset(
-    {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "RNN", "Softmax"}
-)
+PRODUCTS = {"Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "RNN", "Softmax"}
 """Operators that the cut begins after, in addition to those of other domains and those with graphs of their own."""
 
 FEW = 64
@@ -58,10 +56,8 @@ class Cut:
         node = next(node for node in model.graph if node.name == self.node)
         write(model.graph, attention_of(node), candidate)
         RemoveUnusedNodesPass()(model)
-        known = values_of(model)
-        return part_of(
-            model, [str(v.name) for v in model.graph.outputs], [name for name in self.shared if name in known]
-        )
+        known, outputs = values_of(model), [str(value.name) for value in model.graph.outputs]
+        return part_of(model, outputs, [name for name in self.shared if name in known])
 
     def feeds(self, sizes: Mapping[str, int], past: int = 0) -> dict[str, Array]:
         """Random inputs of the site in any form, by name.

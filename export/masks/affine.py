@@ -125,9 +125,8 @@ class Affine:
         """Format it as in `past + 1`."""
         if not self.terms:
             return f"{self.number}".replace("-", "−")
-        ordered = sorted(
-            ((_text(atom), factor) for atom, factor in self.terms), key=lambda term: (term[1] < 0, term[0])
-        )
+        terms = ((_text(atom), factor) for atom, factor in self.terms)
+        ordered = sorted(terms, key=lambda term: (term[1] < 0, term[0]))
         parts = [(factor < 0, (f"{abs(factor)}·" if abs(factor) != 1 else "") + name) for name, factor in ordered]
         parts += [(self.number < 0, str(abs(self.number)))] if self.number else []
         first, *others = parts

@@ -146,17 +146,15 @@ class Scores:
         condition = condition.gist(self.universe).coalesce().drop_unused_params()
         if condition.n_basic_set() <= MOST_PARTS:
             return condition
-        return isl.Set.from_basic_set(condition.unshifted_simple_hull()).intersect(
-            self.unknown_condition((), "pattern")
-        )
+        hull = isl.Set.from_basic_set(condition.unshifted_simple_hull())
+        return hull.intersect(self.unknown_condition((), "pattern"))
 
     def short(self, x: Whole) -> Whole:
         """The same integer in fewer pieces; of too many pieces, it is unknown."""
         if x.n_piece() < 2:
             return x
-        x = (
-            x.intersect_domain(self.universe).gist(self.universe).coalesce().floor().drop_unused_params()
-        )  # in a gist, a quotient may have no floor
+        # in a gist, a quotient may have no floor
+        x = x.intersect_domain(self.universe).gist(self.universe).coalesce().floor().drop_unused_params()
         return x if x.n_piece() <= MOST_PARTS else self.unknown((), "pattern").intersect_domain(x.domain())
 
     def may(self, condition: isl.Set) -> isl.Set:

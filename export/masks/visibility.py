@@ -163,9 +163,8 @@ def _shown(scores: Scores, known: isl.Set | Number, hidden: float) -> isl.Set:
         result = known.whole.gt_set(scores.constant(int(np.floor(hidden))))
     for domain, bounds in known.rest:
         if bounds.most > hidden:
-            result = result.union(
-                domain if bounds.least > hidden else domain.intersect(scores.unknown_condition((), "bias"))
-            )
+            shown = domain if bounds.least > hidden else domain.intersect(scores.unknown_condition((), "bias"))
+            result = result.union(shown)
     return result
 
 

@@ -133,9 +133,8 @@ class _Assigner:
         """Give a node its type, and cast its inputs to the same type."""
         if any(output in self.fixed for output in node.outputs):
             return
-        inputs = [
-            (i, v) for i, v in enumerate(node.inputs) if v is not None and v.dtype == FLOAT and v not in self.fixed
-        ]
+        floats = ((i, v) for i, v in enumerate(node.inputs) if v is not None and v.dtype == FLOAT)
+        inputs = [(i, v) for i, v in floats if v not in self.fixed]
         dtype = self.chosen.get(node) or self._type_of_moved(node, [v for _, v in inputs])
         for i, value in inputs:
             if value in self.weights:
@@ -178,9 +177,7 @@ class _Assigner:
             node = ir.node("Cast", [value], {"to": dtype.value}, name=name)
             node.outputs[0].name = f"{name}:0"
             like(node.outputs[0], value, dtype)
-            node.outputs[0].type = ir.TensorType(dtype)
-            producer = value.producer()
-            if producer is None:
+            if (producer := value.producer()) is None:
                 self.graph.insert_before(next(iter(self.graph)), node)
             else:
                 self.graph.insert_after(producer, node)

@@ -83,9 +83,8 @@ class Evaluator:
         if case.kind == "denormal":
             case.scale = self._model.precision.smallest_normal / self._limit("smallest_normal")
         if case.kind == "extremes":
-            case.scale = min(
-                self._largest_scale(case, model) for model in (self._model, self._low) if model is not None
-            )
+            models = [self._model] if self._low is None else [self._model, self._low]
+            case.scale = min(self._largest_scale(case, model) for model in models)
 
     def _in_range(self, case: Case) -> Results:
         """Run a case. If its inputs are large, its scale is halved until neither outputs nor intermediate results leave

@@ -220,9 +220,8 @@ class _Draws:
         self._spreads, self._model, self._baseline = spreads, model, baseline
         self._inputs = at_precision(make_inputs(self.case, model.inputs, stored), baseline.precision)
         self._can_move = any(is_floating(array) and array.any() for array in self._inputs.values())
-        self._moves_sums = self.case.kind in ("constant", "denormal") and any(
-            spread.truth is not None for spread in spreads
-        )
+        has_truth = any(spread.truth is not None for spread in spreads)
+        self._moves_sums = has_truth and self.case.kind in ("constant", "denormal")
         self._rng = np.random.Generator(np.random.PCG64([self.case.seed, budget.MOST_DRAWS]))
 
     def more(self) -> None:

@@ -96,7 +96,8 @@ def check(model: ir.Model) -> None:
                 "characters, without control characters"
             )
     for tensor in tensors(model):
-        _check_tensor(tensor)
+        if isinstance(tensor, ir.serde.TensorProtoTensor):  # external data are checked where they are read
+            _check_tensor(tensor.raw)
     _check_functions(model)
     if (deepest := _depth(model.graph)) > DEEPEST:
         raise UsageError(f"the graph nests graphs {deepest} deep; at most {DEEPEST} are allowed")
@@ -196,17 +197,14 @@ def tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
             yield from (a.as_tensor() for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR)
 
 
-def _check_tensor(tensor: ir.TensorProtocol) -> None:
+def _check_tensor(proto: onnx.TensorProto) -> None:
     """Check that a constant has as many numbers as its dims say."""
-    if not isinstance(tensor, ir.serde.TensorProtoTensor):  # external data are checked where they are read
-        return
-    proto = tensor.raw
     count = prod(proto.dims)
     lists = (proto.float_data, proto.int32_data, proto.int64_data, proto.double_data, proto.uint64_data)
     stored = 4 * len(proto.raw_data) or max(4 * max(map(len, lists)), len(proto.string_data))  # 2-bit types: 4 a byte
     if any(dim < 0 for dim in proto.dims) or count > stored:
         raise UsageError(
-            f"the constant {tensor.name!r} has too few numbers for its dims {list(proto.dims)}; export the graph again"
+            f"the constant {proto.name!r} has too few numbers for its dims {list(proto.dims)}; export the graph again"
         )
 
 
@@ -292,10 +290,8 @@ def made_of_constants(node: ir.Node) -> int:
 
 def _numbers(value: ir.Value | None) -> list[float] | None:
     """The numbers of a small constant; None for other values."""
-    if value is None:
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is None or tensor.size > 64 or tensor.dtype in (ir.DataType.STRING,):
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    if tensor is None or tensor.size > 64 or tensor.dtype == ir.DataType.STRING:
         return None
     return [number.item() for number in tensor.numpy().reshape(-1)]
 

@@ -261,10 +261,8 @@ def _is_projected(node: Node) -> bool:
 
 
 def _has_function(node: Node, known: Collection[object]) -> bool:
-    target = node.target
-    if target not in known or target in LEFT_TO_TORCH or isinstance(target, HigherOrderOperator):
-        return False
-    return not writes(node)
+    is_left = node.target in LEFT_TO_TORCH or isinstance(node.target, HigherOrderOperator)
+    return node.target in known and not is_left and not writes(node)
 
 
 def promoted(run_node: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:

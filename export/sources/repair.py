@@ -40,10 +40,7 @@ def _neutral(op_type: str, number: int, *, commutes: bool) -> Sequence[rewriter.
     def target(op: Any, x: Any) -> Any:
         return getattr(op, op_type)(x, pattern.Constant(number, rel_tol=0, abs_tol=0))
 
-    def replacement(op: Any, x: ir.Value, **_: object) -> Any:
-        return op.Identity(x)
-
-    rule = rewriter.RewriteRule(target, replacement)
+    rule = rewriter.RewriteRule(target, lambda op, x, **_: op.Identity(x))
     return rule.commute() if commutes else [rule]
 
 

@@ -60,14 +60,11 @@ def at_opset(model: ir.Model) -> None:
         if node.domain == _OF_ONNXRUNTIME:
             node.domain = ""
         if node.op_type == "Resize" and node.outputs[0].name in resized:
-            _as_before_opset_11(node)
-
-
-def _as_before_opset_11(node: ir.Node) -> None:
-    """Make a converted Resize compute what it did before opset 11; onnx 1.23 leaves it with newer defaults."""
-    scales = constant_of(node.inputs[2])
-    node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
-    node.attributes.add(ir.AttrString("nearest_mode", "ceil" if scales is not None and scales.min() < 1 else "floor"))
+            # it computes what it did before opset 11; onnx 1.23 leaves it with newer defaults
+            scales = constant_of(node.inputs[2])
+            mode = "ceil" if scales is not None and scales.min() < 1 else "floor"
+            node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+            node.attributes.add(ir.AttrString("nearest_mode", mode))
 
 
 def fold(model: ir.Model, floats: bool = True) -> None:
@@ -171,8 +168,7 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
         if constants and not all(value.type.tensor_type.HasField("shape") for value in found):
             inputs = [self.known_vi_[name] for name in node.input if name]
             self.tmp_mp_.graph.CopyFrom(onnx.helper.make_graph([node], "node", inputs, found, constants))
-            inferred = onnx.shape_inference.infer_shapes(self.tmp_mp_).graph.output
-            for value, better in zip(found, inferred, strict=True):
+            for value, better in zip(found, onnx.shape_inference.infer_shapes(self.tmp_mp_).graph.output, strict=True):
                 value.CopyFrom(better)
 
     def _infer_FusedMatMul(self, node: onnx.NodeProto) -> None:

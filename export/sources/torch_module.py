@@ -316,9 +316,8 @@ def _prepared_exporter() -> Iterator[None]:
         yield
         return
     table = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
-    for place, replacement in zip(
-        patched, [table, partial(decomposed, originals[1]), promoted(originals[2])], strict=True
-    ):
+    replacements = [table, partial(decomposed, originals[1]), promoted(originals[2])]
+    for place, replacement in zip(patched, replacements, strict=True):
         setattr(*place, replacement)
     try:
         yield

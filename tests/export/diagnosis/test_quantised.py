@@ -14,7 +14,6 @@ import attnforge
 from attnforge.bundle import CANONICAL, Bundle
 from attnforge.cli import app
 from attnforge.export.diagnosis.diagnose import Diagnosis
-from attnforge.export.diagnosis.finding import Finding
 from attnforge.export.diagnosis.quantised import (
     Rounding,
     saturated_on,
@@ -24,7 +23,7 @@ from attnforge.export.diagnosis.quantised import (
     with_weights,
 )
 from attnforge.export.diagnosis.stages import decomposed, sites_of
-from attnforge.export.diagnosis.trace import Trace, error_of, trace
+from attnforge.export.diagnosis.trace import Finding, Trace, error_of, trace
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import SCHEMES, products_between
 from attnforge.export.graphs.saving import load_graph
