@@ -84,11 +84,8 @@ def masks_of(model: ir.Model, sites: Sequence[Site], inputs: Sequence[TensorSpec
         node = nodes.get(site.node) if site.node is not None else None
         if node is None or (len(node.inputs) < 4 and not node.attributes.get_int("is_causal")):
             continue
-        key = (
-            tuple(node.inputs[3:4]),
-            node.attributes.get_int("is_causal"),
-            *(str(x.shape) for x in node.inputs[:2] if x),
-        )
+        shapes = (str(x.shape) for x in node.inputs[:2] if x)
+        key = tuple(node.inputs[3:4]), node.attributes.get_int("is_causal"), *shapes
         if key not in known:
             visible = visibility(node)
             known[key] = SiteMask(

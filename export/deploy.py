@@ -254,21 +254,17 @@ def usable(file: Path | None, check: Callable[[Path], None]) -> Path | None:
     if file is None:
         return None
     try:
-        _check_own(file)
+        # it is of its folder, or of the hub's cache that the folder is part of, and not a link to another file, which a
+        # model from elsewhere could take into the bundle
+        folder, target = file.parent.resolve(), file.resolve()
+        blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+        if not any(map(target.is_relative_to, [folder, *blobs])):
+            raise UsageError(f"{file} is a link to a file outside its folder; give that file by name, or copy it")
         check(file)
     except UsageError as error:
         log.warning("the bundle keeps no %s: %s", file.name, error)
         return None
     return file
-
-
-def _check_own(file: Path) -> None:
-    """Check that a file is one of its folder, or of the hub's cache that the folder is part of, and not a link to
-    another file, which a model from elsewhere could take into the bundle."""
-    folder, target = file.parent.resolve(), file.resolve()
-    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if not any(map(target.is_relative_to, [folder, *blobs])):
-        raise UsageError(f"{file} is a link to a file outside its folder; give that file by name, or copy it")
 
 
 def _object(file: str | os.PathLike[str], kind: str, advice: str) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,9 +23,11 @@ from attnforge.bundle import (
     Choice,
     Manifest,
     SessionSettings,
+    Tuning,
 )
 from attnforge.cache import DeployCache
 from attnforge.export.lowering.attention import FormChoice
+from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.reference import Data, ReferenceModel
 from attnforge.export.tensorrt.process import Answer, Request
 from attnforge.files import sha256
@@ -121,10 +124,20 @@ class Reuse:
         self.reused.append("forms of attention sites")
         return {site: FormChoice(**form) for site, form in json.loads((entry / "forms.json").read_bytes()).items()}
 
-    def keep_forms(self, sizes: Mapping[str, int], forms: Mapping[str, FormChoice], target: str | None = None) -> None:
-        """Cache the forms that were measured for a target; None for ONNX Runtime."""
-        kept = {site: asdict(form) for site, form in forms.items()}
-        self._cache.put(self._forms(sizes, target), {"forms.json": _json(kept)})
+    def tuning(self, tuner: Tuner | None, is_known: bool, target: str | None = None) -> Tuning | None:
+        """The record of what a tuner measured, whose forms are cached; None if nothing was.
+
+        Args:
+            tuner: the tuner, if there is one.
+            is_known: whether the forms were taken from the cache.
+            target: the target that they were measured for; None for ONNX Runtime.
+        """
+        if tuner is None or not (tuner.spent or is_known):
+            return None
+        if not is_known:
+            kept = {site: asdict(form) for site, form in tuner.chosen.items()}
+            self._cache.put(self._forms(tuner.sizes, target), {"forms.json": _json(kept)})
+        return Tuning(processors=os.cpu_count() or 1, sizes=dict(tuner.sizes), seconds=round(tuner.spent, 3))
 
     def _forms(self, sizes: Mapping[str, int], target: str | None) -> dict[str, Any]:
         of = {} if target is None else {"target": target}

@@ -128,18 +128,14 @@ def _einsum(node: ir.Node) -> Contraction:
         for (value, term), rank in zip(pairs, ranks, strict=True)
     )
     result = output.replace("...", "".join(batch))
-    sizes = {
-        label: size
-        for side in (left_side, right_side)
-        for label, size in zip(side.labels, sizes_of(side.value), strict=True)
-    }
+    sides = (left_side, right_side)
+    sizes = dict(pair for side in sides for pair in zip(side.labels, sizes_of(side.value), strict=True))
     summed = {label: size for label, size in sizes.items() if label is not None and label not in result}
-    named = [[label for label in side.labels if label is not None] for side in (left_side, right_side)]
-    if any(len(set(labels)) < len(labels) for labels in named) or not all(
-        label in named[0] and label in named[1] for label in summed
-    ):
+    named = [[label for label in side.labels if label is not None] for side in sides]
+    is_shared = all(label in named[0] and label in named[1] for label in summed)
+    if any(len(set(labels)) < len(labels) for labels in named) or not is_shared:
         raise NotAttention(f"an Einsum that takes a diagonal or sums over an axis of one side alone: {equation}")
-    return Contraction((left_side, right_side), list(result), summed)
+    return Contraction(sides, list(result), summed)
 
 
 def _einsum_labels(term: str, sizes: list[Size], rank: int, batch: list[str]) -> list[Label]:

@@ -65,10 +65,8 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
 
     def build(op: Builder) -> ir.Value:
         writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands])
-        query, key, value = (
-            writer.arranged(operand, axes.layout(*dims))
-            for operand, dims in zip(operands, (QUERY, KEY, VALUE), strict=True)
-        )
+        layouts = (axes.layout(*dims) for dims in (QUERY, KEY, VALUE))
+        query, key, value = map(writer.arranged, operands, layouts)
         query = _scaled(writer, query, score_steps.tensor_scales)
         if scale < 0:  # the operator takes the root of its scale
             query = like(op.Neg(query), query)

@@ -42,14 +42,9 @@ _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 
 def restore_softmax(model: ir.Model) -> PassResult:
     """Rewrite every decomposed softmax and every product of a sum of softmaxes of `model`, in place."""
-    modified = False
-    for node in list(model.graph):
-        if is_op(node, "Div", "Exp"):
-            modified |= _restore(model.graph, node)
-    for node in list(model.graph):
-        if is_op(node, "MatMul"):
-            modified |= _distribute(model.graph, node)
-    return PassResult(model, modified)
+    modified = [_restore(model.graph, node) for node in list(model.graph) if is_op(node, "Div", "Exp")]
+    modified += [_distribute(model.graph, node) for node in list(model.graph) if is_op(node, "MatMul")]
+    return PassResult(model, any(modified))
 
 
 def _restore(graph: ir.Graph, node: ir.Node) -> bool:

@@ -357,10 +357,8 @@ def in_cache(a: Attention) -> tuple[tuple[Operand, Layout], tuple[Operand, Layou
         layouts = (Layout([*a.layout("B", "H_kv").dims, tokens, *a.layout(size).dims]) for size in ("d_k", "d_v"))
         operands = [Operand(*before_views(x, layout)) for x, layout in zip(own, layouts, strict=True)]
     heads = shared_heads(tuple(a.layout("H_kv").axes), operands[0].layout, operands[1].layout)
-    key, value = (
-        (operand, Layout([*a.layout("B").dims, heads, tokens, *a.layout(size).dims]))
-        for operand, size in zip(operands, ("d_k", "d_v"), strict=True)
-    )
+    layouts = (Layout([*a.layout("B").dims, heads, tokens, *a.layout(size).dims]) for size in ("d_k", "d_v"))
+    key, value = zip(operands, layouts, strict=True)
     return key, value
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -248,28 +248,16 @@ MOST = 32
 """Maximum number of sizes at which a module is compared."""
 
 
-class Assumption(NamedTuple):
-    """What a program assumes of sizes, and sizes for which that is not so.
-
-    Attributes:
-        text: the condition, such as `Eq(Mod(tokens, 4), 0)`.
-        sizes: sizes of all dims.
-    """
-
-    text: str
-    sizes: dict[str, int]
-
-
-def assumptions(source: Captured) -> list[Assumption]:
-    """Return what the program assumes of sizes that the inputs' dims do not guarantee, up to :data:`MOST`: for each, in
-    order, the failing size that is nearest the example's, and the smallest. One dim has another size than the example.
-    """
+def assumptions(source: Captured) -> list[tuple[str, dict[str, int]]]:
+    """Return what the program assumes of sizes that the inputs' dims do not guarantee, such as `Eq(Mod(tokens, 4), 0)`,
+    each with sizes of all dims for which that is not so, up to :data:`MOST`: for each, in order, the failing size that
+    is nearest the example's, and the smallest. One dim has another size than the example."""
     if source.program is None:
         return []
     names = _names(source)
     low, opt, high = (sizes_at(source.inputs, bound) for bound in ("min", "opt", "max"))
     usual = {symbol: opt[name] for symbol, name in names.items()}
-    found: list[Assumption] = []
+    found: list[tuple[str, dict[str, int]]] = []
     for condition in dict.fromkeys(_conditions(source)):
         if not condition.free_symbols <= names.keys():
             continue
@@ -280,8 +268,8 @@ def assumptions(source: Captured) -> list[Assumption]:
             failing = [size for size in tried if condition.subs({**usual, symbol: size}) == sympy.false]
             for size in sorted(failing, key=lambda size: abs(size - opt[name]))[:1] + failing[:1]:
                 sizes = {**opt, name: size}
-                if len(found) < MOST and sizes not in [assumption.sizes for assumption in found]:
-                    found.append(Assumption(text, sizes))
+                if len(found) < MOST and sizes not in [known for _, known in found]:
+                    found.append((text, sizes))
     return found
 
 

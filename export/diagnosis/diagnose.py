@@ -270,11 +270,8 @@ def _on_backends(
         except Exception as error:  # a builder that refuses such outputs must not cost the rest of the diagnosis
             reasons[backend] = first_line(error)
             continue
-        errors[backend] = {
-            name: error_of(array, traced.exact[name])
-            for name, array in tensors.items()
-            if array.shape == traced.exact[name].shape
-        }
+        alike = {name: array for name, array in tensors.items() if array.shape == traced.exact[name].shape}
+        errors[backend] = {name: error_of(array, traced.exact[name]) for name, array in alike.items()}
     return errors, reasons
 
 
@@ -289,16 +286,13 @@ def _telling(traced: Trace, blamed: str | None) -> list[TensorErrors]:
 
 
 def _reported(tensor: TensorErrors, on_backends: Mapping[str, Mapping[str, float]]) -> TensorReport:
+    errors = ("error", "error_in", "explained", "own", "amplification")
     return TensorReport(
         tensor=tensor.name,
         operator=tensor.node.op_type,
         module=module_of(tensor.node),
         line=line_of(tensor.node),
         largest=tensor.largest,
-        error=finite(tensor.error),
-        error_in=finite(tensor.error_in),
-        explained=finite(tensor.explained),
-        own=finite(tensor.own),
-        amplification=finite(tensor.amplification),
+        **{name: finite(getattr(tensor, name)) for name in errors},
         deployed={name: finite(errors[tensor.name]) for name, errors in on_backends.items() if tensor.name in errors},
     )

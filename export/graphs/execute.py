@@ -80,11 +80,8 @@ class Runner:
             feeds: inputs by name. Floating-point arrays are cast to the types of the graph; arrays that are not inputs
                 are ignored.
         """
-        arrays = {name: feeds[name] for name in self._dtypes if name in feeds}
-        arrays = {
-            name: array.astype(self._dtypes[name], copy=False) if is_floating(array) else array
-            for name, array in arrays.items()
-        }
+        given = ((name, feeds[name], dtype) for name, dtype in self._dtypes.items() if name in feeds)
+        arrays = {name: a.astype(dtype, copy=False) if is_floating(a) else a for name, a, dtype in given}
         return dict(zip(self._names, self._session.run(None, arrays), strict=True))
 
 

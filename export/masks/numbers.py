@@ -116,10 +116,8 @@ class Arithmetic:
         if whole is not None and not a.rest and not b.rest:
             return Number(self.scores.short(whole))
         left, right = self._bounded(a.whole), self._bounded(b.whole)
-        pairs = [
-            *product(a.rest, [*right, *b.rest]),
-            *product(left, b.rest if whole is not None else [*right, *b.rest]),
-        ]
+        every = [*right, *b.rest]
+        pairs = [*product(a.rest, every), *product(left, b.rest if whole is not None else every)]
         return self.of([(domain.intersect(other), _between(op_type, x, y)) for (domain, x), (other, y) in pairs], whole)
 
     # --- comparisons

@@ -209,9 +209,6 @@ class Judge:
             outputs = graph(answers.inputs[case.name])
             if measured is not None:
                 measured.add(case, outputs, answers.stored(case))
-            trials += [
-                self.requirement.trial(case, name, array, eager[name], exact[name])
-                for name, array in outputs.items()
-                if is_floating(array)
-            ]
+            floating = {name: array for name, array in outputs.items() if is_floating(array)}
+            trials += [self.requirement.trial(case, name, a, eager[name], exact[name]) for name, a in floating.items()]
         return self.requirement.verdict(trials, measured)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -303,7 +303,7 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
         model: a canonical fp32 graph.
         forms: form of the input of every product to quantise, by product name; also of tables, by name.
     """
-    inputs: dict[tuple[ir.Value, int], _Input] = {}
+    inputs: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value | None]] = {}
     stored: dict[tuple[Any, ...], list[ir.Value]] = {}
     chosen = [product for product in products(model) if product.name in forms]
     for product in chosen:
@@ -317,7 +317,7 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
                 initializer(model.graph, f"{product.name}/{part}", array)
                 for part, array in zip(("weight", "weight_scale"), form.weight(product.weight), strict=True)
             ]
-        _quantise(model.graph, product, form, inputs[key], stored[weight])
+        _quantise(model.graph, product, form, *inputs[key], stored[weight])
     low = [table for table in tables(model) if table.name in forms]
     for table in low:
         _store_in_8_bits(model.graph, table)
@@ -325,25 +325,14 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
     return PassResult(model, bool(chosen or low))
 
 
-class _Input(NamedTuple):
-    """An input after its Q/DQ.
-
-    Attributes:
-        value: dequantised; with blocks, balanced.
-        largest: the largest number of every token, by which the product is multiplied; None by tensor.
-    """
-
-    value: ir.Value
-    largest: ir.Value | None
-
-
-def _quantised_input(op: Builder, product: Product, form: Quantisation) -> _Input:
-    """Write the Q/DQ of a product's input."""
+def _quantised_input(op: Builder, product: Product, form: Quantisation) -> tuple[ir.Value, ir.Value | None]:
+    """Write the Q/DQ of a product's input: dequantised, or with blocks, balanced; and the largest number of every
+    token, by which the product is multiplied, None by tensor."""
     x, scale, largest = product.input, form.scale, None
     if form.balance is not None:
         x = like(op.Mul(x, constant(op, 1 / form.balance, FLOAT)), x)
     if form.block is not None:
-        return _Input(x, None)
+        return x, None
     if scale is None:
         *outer, _ = dims_of(x)
         last, tiny = constant(op, [-1]), constant(op, np.finfo(np.float32).tiny, FLOAT)
@@ -352,10 +341,12 @@ def _quantised_input(op: Builder, product: Product, form: Quantisation) -> _Inpu
         x, scale = like(op.Div(x, largest), x), 1 / form.scheme.most
     result = rounded_to(op, x, scale, form.scheme.dtype)
     _place(op, product.node)
-    return _Input(result, largest)
+    return result, largest
 
 
-def _quantise(graph: ir.Graph, product: Product, form: Quantisation, quantised: _Input, stored: list[ir.Value]) -> None:
+def _quantise(
+    graph: ir.Graph, product: Product, form: Quantisation, x: ir.Value, largest: ir.Value | None, stored: list[ir.Value]
+) -> None:
     """Make a product read its input and its weight from Q/DQ, or its weight from DQ."""
     node = product.node
     by = {"axis": 1} if form.block is None else {"axis": 0, "block_size": form.block}
@@ -363,9 +354,9 @@ def _quantise(graph: ir.Graph, product: Product, form: Quantisation, quantised: 
     def write(op: Builder) -> ir.Value:
         dequantised = typed(op.op("DequantizeLinear", stored, by), FLOAT, product.weight.shape)
         name = f"{product.name}/{form.scheme.name}"
-        result = like(op.op("MatMul", [quantised.value, dequantised], name=name), node.outputs[0])
-        if quantised.largest is not None:
-            result = like(op.Mul(result, quantised.largest), node.outputs[0])
+        result = like(op.op("MatMul", [x, dequantised], name=name), node.outputs[0])
+        if largest is not None:
+            result = like(op.Mul(result, largest), node.outputs[0])
         if product.bias is not None:
             result = like(op.Add(result, product.bias), node.outputs[0])
         _place(op, node)

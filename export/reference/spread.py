@@ -177,10 +177,8 @@ class Spreads:
         """
         for is_ordinary in (False, True):
             spreads = [spread for spread in self._spreads if spread.is_drawn and spread.case.is_ordinary == is_ordinary]
-            draws = [
-                _Draws(list(of_case), self._model, self._baseline, stored)
-                for _, of_case in groupby(spreads, key=lambda spread: spread.case.name)
-            ]
+            by_case = groupby(spreads, key=lambda spread: spread.case.name)
+            draws = [_Draws(list(of_case), self._model, self._baseline, stored) for _, of_case in by_case]
             for of_case in draws:
                 if of_case.case.kind == "denormal" and self._baseline.precision.may_flush:
                     of_case.flush()

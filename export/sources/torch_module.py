@@ -106,10 +106,8 @@ class Captured:
         represent them exactly (64-bit integers up to 2^53)."""
         with products_in(self.precision):
             results = run(self.module, inputs, torch_dtype(self.precision))
-        return {
-            name: to_numpy(name, value.float() if value.is_floating_point() else value.double())
-            for name, value in results.items()
-        }
+        wide = {name: value.float() if value.is_floating_point() else value.double() for name, value in results.items()}
+        return {name: to_numpy(name, value) for name, value in wide.items()}
 
     def exact(
         self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from attnforge.atomic import is_full
-from attnforge.bundle import TargetRecord, Tuning
+from attnforge.bundle import TargetRecord
 from attnforge.errors import BuildError
 from attnforge.export.graphs.qdq import products_between
 from attnforge.export.lowering.cached import caches
@@ -42,10 +42,7 @@ def begin(job: Job, progress: Progress) -> Finish:
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
     record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))
-    if tuner is not None and (tuner.spent or known):
-        if not known:
-            job.reuse.keep_forms(sizes, tuner.chosen)
-        record.tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
+    record.tuning = job.reuse.tuning(tuner, bool(known))
     if job.precision.is_low or caches(job.model):
         model = job.model.clone()
         lower(model, job.sites, sizes, device="cuda")

@@ -3,10 +3,9 @@ keys in int8, it gets a separate graph. It is not a target that can be named."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
-from attnforge.bundle import OPENVINO, TargetRecord, Tuning
+from attnforge.bundle import OPENVINO, TargetRecord
 from attnforge.export.lowering.attention import attentions
 from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, candidates_for, lower
 from attnforge.export.lowering.tuning import Tuner
@@ -38,11 +37,7 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     tuner = Tuner(sizes, seconds, Steps(progress), known, LIBRARY) if seconds > 0 else None
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner, scales).sites
-    tuning = None
-    if tuner is not None and (tuner.spent or known):
-        if not known:
-            job.reuse.keep_forms(sizes, tuner.chosen, measured)
-        tuning = Tuning(processors=os.cpu_count() or 1, sizes=sizes, seconds=round(tuner.spent, 3))
+    tuning = job.reuse.tuning(tuner, bool(known), measured)
     if all(site.form == CANONICAL_FORM for site in lowered):
         return None
     return Built(TargetRecord(model=job.shelf.save(model, f"{OPENVINO}/model.onnx"), tuning=tuning), lowered)
