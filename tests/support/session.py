@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 import torch._dynamo.config
 from filelock import FileLock
 from hypothesis import HealthCheck, Phase, settings
@@ -122,6 +123,12 @@ def own_state(shared: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(shared / "state"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_seed() -> None:
+    """Draw the same weights in a test whatever ran before it in its process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
