@@ -91,7 +91,7 @@ class Decoder:
         self._of_token = _fixed(self._tokens, 2)
         self._token = np.zeros((batch, 1, *self._of_token), self._tokens.dtype)
         self._answers = {spec.name: np.zeros((batch, 1, *_fixed(spec, 2)), spec.dtype) for spec in self._outputs}
-        self._indices = np.arange(self._longest)
+        self._first = np.zeros(1, np.int64)
         self._next: Callable[[], None] | None = None
 
     # --- public interface ---------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Decoder:
     def _run_one(self) -> None:
         """Run one token of every sample; the arrays are bound only once."""
         if self._next is None:
-            self._next = self._bound(self._token, self._past, self._indices[:1], self._answers, slice(None))
+            self._next = self._bound(self._token, self._past, self._first, self._answers, slice(None))
         self._next()
 
     def _sample_by_sample(self, rows: Sequence[Array], only_last: bool) -> dict[str, list[Array]]:
@@ -345,7 +345,7 @@ class Decoder:
                 part = np.ascontiguousarray(row[None, first : first + self._longest])
                 past = np.array([self._past[sample] + first], np.int64)
                 count = part.shape[1]
-                kept = self._indices[count - 1 if only_last and self._decoding.kept is not None else 0 : count]
+                kept = np.arange(count - 1 if only_last and self._decoding.kept is not None else 0, count)
                 outputs = {s.name: np.empty((1, len(kept), *_fixed(s, 2)), s.dtype) for s in self._outputs}
                 self._bound(part, past, kept, outputs, slice(sample, sample + 1))()
                 for name, array in outputs.items():
