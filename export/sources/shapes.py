@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -98,7 +97,7 @@ def _is_out_of_range(node: ir.Node) -> bool:
         return False
     data, indices = map(constant_of, node.inputs)
     size = data.shape[node.attributes.get_int("axis", 0)] if data is not None and data.ndim else 0
-    return indices is not None and bool(size) and bool((np.abs(indices) > size).any())
+    return indices is not None and bool(size) and bool(((indices < -size) | (indices >= size)).any())
 
 
 def infer_shapes(model: ir.Model) -> None:

@@ -85,9 +85,10 @@ def test_invalid_signatures(tmp_path: Path, made: onnx.NodeProto, words: str) ->
     refused(saved(tmp_path, [made], one=[1]), words)
 
 
-def test_indices_out_of_range_are_not_folded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("far", [2**40, 2, -(2**63)])
+def test_indices_out_of_range_are_not_folded(tmp_path: Path, far: int) -> None:
     gathered = [node("GatherElements", "numbers", "far", output="n"), node("Cast", "n", to=FLOAT)]
-    refused(saved(tmp_path, gathered, numbers=[1, 2], far=[2**40, 0]))
+    refused(saved(tmp_path, gathered, numbers=[1, 2], far=[far, 0]))
 
 
 def test_an_input_of_very_many_numbers(tmp_path: Path) -> None:
