@@ -249,7 +249,7 @@ class AnswersOfFirst(Decoder):
     def _bound(
         self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
     ) -> Callable[[], None]:
-        return super()._bound(tokens, past, kept if len(kept) > 1 else self._indices[:1], outputs, samples)
+        return super()._bound(tokens, past, kept if len(kept) > 1 else np.zeros_like(kept), outputs, samples)
 
 
 class AnswersOneEarlier(Decoder):
@@ -258,8 +258,7 @@ class AnswersOneEarlier(Decoder):
     def _bound(
         self, tokens: Array, past: Array, kept: Array, outputs: Mapping[str, Array], samples: slice
     ) -> Callable[[], None]:
-        at = max(kept[-1] - 1, 0)
-        return super()._bound(tokens, past, kept if len(kept) > 1 else self._indices[at : at + 1], outputs, samples)
+        return super()._bound(tokens, past, kept if len(kept) > 1 else np.maximum(kept - 1, 0), outputs, samples)
 
 
 class StaleToken(Decoder):
