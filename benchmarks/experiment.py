@@ -74,6 +74,10 @@ def verdict(measured: Interval | float, at_most: float) -> Verdict:
     return "yes" if high <= at_most else "no" if low > at_most else "within noise"
 
 
+OF_LIMIT = 0.85
+"""Share of a limit's speed that is to be reached."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """A figure and its limit.

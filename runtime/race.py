@@ -18,9 +18,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SETTLE = 0.02
-"""Seconds of pause before each turn: threads of the previous contender go on spinning for a while, and would take
-processors from the next one."""
+SETTLE = 0.1
+"""Maximum seconds of pause before each turn. Threads of the previous contender go on spinning for a while, and would
+take processors from the next one: those of ONNX Runtime spin for 40 ms, and a call of OpenVINO that takes 113 ms took
+155 right after one of ONNX Runtime."""
+
+IDLE = 0.005
+"""Seconds in which no thread runs before a pause ends."""
 
 TURN = 0.01
 """Minimum seconds of a turn of :func:`race`: a quick contender is called several times, each call timed."""
@@ -61,7 +65,7 @@ def in_turns(
         rounds: maximum number of rounds.
         seconds: no further round begins after this time, once `fewest` rounds are done.
         fewest: rounds that are run whatever time they take.
-        settle: seconds of pause before each turn; 0 if contenders leave no threads running.
+        settle: maximum seconds of pause before each turn; 0 if contenders leave no threads of this process running.
         seed: seed of the orders.
     """
     results: dict[str, list[T]] = {name: [] for name in turns}
@@ -70,9 +74,19 @@ def in_turns(
         if done >= fewest and time.perf_counter() > end:
             break
         for name in shuffle.sample(list(turns), len(turns)):
-            time.sleep(settle)
+            _pause(settle)
             results[name].append(turns[name]())
     return results
+
+
+def _pause(most: float) -> None:
+    """Wait until the threads of this process have been idle for :data:`IDLE` seconds, for at most `most` seconds."""
+    end = time.perf_counter() + most
+    while time.perf_counter() < end:
+        used = time.process_time()
+        time.sleep(IDLE)
+        if time.process_time() - used < IDLE / 10:
+            break
 
 
 def race(

@@ -26,7 +26,7 @@ from attnforge.bench.interval import latency_of, ratio_of
 from attnforge.bundle import Bundle
 from attnforge.model.registry import Example
 from attnforge.runtime.race import race
-from benchmarks.experiment import Claim, Columns, Experiment, claims_table, named, table_of, where
+from benchmarks.experiment import OF_LIMIT, Claim, Columns, Experiment, claims_table, named, table_of, where
 from benchmarks.experiments.eight_bits import CALIBRATE, GATE, SUBJECTS, TRAINED, sentences, tokenized
 from benchmarks.published import deployed
 from tests.support.huggingface import minilm
@@ -34,9 +34,6 @@ from tests.support.huggingface import minilm
 TEXTS, WORDS, BATCH, TOKENS = 320, (3, 200), 32, 256
 ASKED = {"fp32": 1.4, "bf16": 2.4, "int8": 4.0}
 """Throughput by precision that is asked for, relative to sentence-transformers'."""
-
-OF_LIMIT = 0.85
-"""Share of the limit's throughput that is asked for otherwise."""
 
 PEER = "sentence-transformers"
 

@@ -26,7 +26,7 @@ from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
 from attnforge.machine import processors
 from attnforge.model.registry import Example
-from benchmarks.experiment import Claim, Experiment, claims_table, say, where
+from benchmarks.experiment import OF_LIMIT, Claim, Experiment, claims_table, say, where
 from benchmarks.experiments.suite import measured_growth
 from benchmarks.growth import growth_table
 from benchmarks.published import CALLABLE, Published
@@ -142,9 +142,6 @@ _OTHERS = ("eager", "onnxruntime-plain", "ort-fusions", "openvino-plain")
 
 FASTEST = 0.85
 """Maximum time of attention under a mask that leaves little, relative to the fastest peer."""
-
-OF_LIMIT = 0.85
-"""Share of the limit's speed that attention under a mask is to reach."""
 
 
 def _bare(

@@ -21,15 +21,16 @@ from attnforge.bench import results as files
 from attnforge.bench.contenders.registry import peers_here
 from attnforge.bench.experiment import Experiment as Bench
 from attnforge.bench.interval import ratio_of
+from attnforge.bench.limits import Ceilings, limit_seconds
 from attnforge.bench.page import decimals_of
-from attnforge.bench.results import Growth, Model, Results, Series
+from attnforge.bench.results import Growth, Interval, Model, Results, Series
 from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
 from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.machine import processors
 from attnforge.report.render import NOTHING, error, fixed, markdown_table, percent, with_interval
-from benchmarks.experiment import Claim, Experiment, claims_table, say, where
+from benchmarks.experiment import OF_LIMIT, Claim, Experiment, claims_table, say, where
 from benchmarks.growth import compare, fit_of, growth_table, named, save_plots, write_page
 from benchmarks.published import deployed
 
@@ -321,7 +322,17 @@ RATIOS = (
 def measured_claims(results: Results) -> list[Claim]:
     """Return every claim with its measurement."""
     models = {model.name: model for model in results.models}
-    return [*(claim.measured_on(models.get(claim.model)) for claim in RATIOS), *_of_memory(results.growth)]
+    ratios = (claim.measured_on(models.get(claim.model)) for claim in RATIOS)
+    return [*ratios, *_of_limit(models.get("patch-attention"), results.ceilings), *_of_memory(results.growth)]
+
+
+def _of_limit(model: Model | None, ceilings: Ceilings | None) -> Iterator[Claim]:
+    ours = next((c for c in model.contenders if c.picked and c.precision == "fp32"), None) if model else None
+    if ours is not None and model is not None and ceilings is not None:
+        limit = limit_seconds(model.work["fp32"], ceilings).seconds
+        took = ours.latency.median.model_dump()
+        measured = Interval(**{name: 1e-3 * ms / limit for name, ms in took.items()})
+        yield Claim(f"patch-attention: {ours.key}, of the limit's time", measured, 1 / OF_LIMIT)
 
 
 def _of_memory(growth: Sequence[Growth]) -> Iterator[Claim]:

@@ -367,7 +367,7 @@ WORK = Work(products={"fp32": 6_000, "bf16": 8_000}, weights=500, inputs=200, ou
 
 
 def ceilings(bandwidth: float, **flops: float) -> Ceilings:
-    return Ceilings(threads=1, flops=flops, bandwidth=bandwidth, exponentials=1.0)
+    return Ceilings(threads=1, flops=flops, bandwidth=bandwidth, exponentials=10.0)
 
 
 def test_the_longer_time_is_the_limit() -> None:
@@ -379,6 +379,8 @@ def test_the_longer_time_is_the_limit() -> None:
     assert (by_memory.compute_seconds, by_memory.memory_seconds) == (8.0, 10.0)
     assert (by_memory.seconds, by_memory.bound) == (10.0, "memory")
     assert by_memory.share(40.0) == 0.25
+    attention = WORK.model_copy(update={"exponentials": 50})
+    assert limit_seconds(attention, ceilings(250.0, fp32=1_000.0, bf16=4_000.0)).compute_seconds == 8.0 + 5.0
 
 
 def test_a_precision_without_a_ceiling_is_as_fast_as_fp32() -> None:
@@ -416,19 +418,21 @@ def test_the_ceiling_is_that_of_the_fastest_library(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measuring, "LIBRARIES", libraries)
     monkeypatch.setattr(measuring, "_rate", lambda rate, *_: rate if isinstance(rate, float) else 1.0)
     measured = measure_ceilings(1, ("fp32", "bf16"))
-    assert measured.flops == {"fp32": 3.0, "bf16": 5.0} and measured.by == {"fp32": "onnxruntime", "bf16": "torch"}
+    assert measured.flops == {"fp32": 3.0, "bf16": 5.0} and measured.exponentials == 3.0
+    assert measured.by == {"fp32": "onnxruntime", "bf16": "torch", "exponentials": "onnxruntime"}
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_each_library_multiplies(name: str) -> None:
-    product = LIBRARIES[name]("fp32", 16, 1)
-    if name == "openvino" and product is None:
+@pytest.mark.parametrize(("op_type", "shape", "expected"), [("MatMul", (16, 16), 16.0), ("Exp", (16,), math.e)])
+def test_each_library_computes(name: str, op_type: str, shape: tuple[int, ...], expected: float) -> None:
+    call = LIBRARIES[name]("fp32", op_type, shape, 1)
+    if name == "openvino" and call is None:
         pytest.skip(str(why_not_here("openvino")))
-    assert product is not None
-    made = product()
+    assert call is not None
+    made = call()
     result = next(iter(made)) if name == "onnxruntime" else made[0] if name == "openvino" else made  # type: ignore[call-overload,index]
-    assert np.array_equal(np.asarray(result), np.full((16, 16), 16.0))
-    assert LIBRARIES["onnxruntime"]("bf16", 16, 1) is None
+    assert np.allclose(np.asarray(result), np.full(shape, expected), rtol=1e-5)
+    assert LIBRARIES["onnxruntime"]("bf16", op_type, shape, 1) is None
 
 
 def test_the_best_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:

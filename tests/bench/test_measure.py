@@ -27,7 +27,7 @@ from attnforge.arrays import Array
 from attnforge.bench import alone, calls, limits
 from attnforge.bench import results as found
 from attnforge.bench import run as bench
-from attnforge.bench.contenders.engines import ENGINES, Setup, product_of
+from attnforge.bench.contenders.engines import ENGINES, Setup, one_operator
 from attnforge.bench.contenders.peers import Peer, PeerJob, using_sdpa
 from attnforge.bench.contenders.quantised import QUANTISED
 from attnforge.bench.contenders.registry import ON_GPU, PEERS, expanded, peers_here
@@ -757,7 +757,7 @@ def test_the_suite_measures_writes_and_compares(tmp_path: Path, monkeypatch: pyt
 def test_a_peer_on_cuda_does_not_run_on_the_cpu_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime only logs that it could not load CUDA."""
     monkeypatch.setattr("attnforge.bench.contenders.engines.why_not_here", lambda name: None)
-    (tmp_path / "product.onnx").write_bytes(product_of(4))
+    (tmp_path / "product.onnx").write_bytes(one_operator("MatMul", (4, 4)))
     setup = Setup(Bundle(Path(__file__).parents[1] / "golden/encoder-fp32"), {}, 1)
     with ExitStack() as stack, pytest.raises(UnavailableError, match="could not start its CUDAExecutionProvider"):
         ENGINES["onnxruntime-cuda"](setup, tmp_path / "product.onnx", stack)

@@ -55,7 +55,8 @@ def test_contenders_of_similar_speed_are_warmed_up_alike(seconds: list[float], w
 
 def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=lambda seconds: None))
+    fake = {"perf_counter": lambda: clock[0], "process_time": lambda: 0.0, "sleep": lambda seconds: None}
+    monkeypatch.setattr(race, "time", SimpleNamespace(**fake))
     calls: Counter[str] = Counter()
     takes = {"quick": 0.03, "slow": 0.3}
 
@@ -66,6 +67,19 @@ def test_an_untimed_call_comes_before_the_timed_ones(monkeypatch: pytest.MonkeyP
     times = race.race({name: lambda name=name: run(name) for name in takes}, 4)  # type: ignore[misc]
     timed = {name: sum(map(len, rounds)) for name, rounds in times.items()}
     assert {name: calls[name] - timed[name] for name in takes} == {"quick": 2 + 4, "slow": 1}
+
+
+@pytest.mark.parametrize(("busy", "begins"), [(0.0, 0.005), (0.04, 0.045), (1.0, race.SETTLE)])
+def test_a_turn_begins_when_threads_no_longer_spin(monkeypatch: pytest.MonkeyPatch, busy: float, begins: float) -> None:
+    """Threads that the previous contender left spinning run for `busy` seconds."""
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    fake = {"perf_counter": lambda: clock[0], "process_time": lambda: min(clock[0], busy), "sleep": sleep}
+    monkeypatch.setattr(race, "time", SimpleNamespace(**fake))
+    assert race.in_turns({"a": lambda: clock[0]}, 1)["a"] == [pytest.approx(begins, abs=race.IDLE / 2)]
 
 
 def test_a_race_has_at_least_three_rounds_however_little_time_there_is() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,16 @@ def open_backend(name: str, setup: Setup, stack: ExitStack) -> Runner:
     return stack.enter_context(load(setup.bundle, name, threads=setup.threads)).run
 
 
-def product_of(size: int, precision: str = "fp32") -> bytes:
-    """Return the ONNX model of a product of a square matrix `a` and constant ones, like a model's weights."""
+def one_operator(op_type: str, shape: Sequence[int], precision: str = "fp32") -> bytes:
+    """Return the ONNX model of an operator on `a`, of shape `shape`; a MatMul's other operand is constant ones, like a
+    model's weights."""
     from onnx import TensorProto, helper
 
     kind = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}.get(precision, TensorProto.FLOAT)
-    a, c = (helper.make_tensor_value_info(name, kind, [size, size]) for name in ("a", "c"))
-    ones = helper.make_tensor("b", kind, [size, size], np.ones(size * size, np.float32))
-    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "product", [a], [c], [ones])
+    a, c = (helper.make_tensor_value_info(name, kind, shape) for name in ("a", "c"))
+    weights = [helper.make_tensor("b", kind, shape, np.ones(shape, np.float32))] if op_type == "MatMul" else []
+    node = helper.make_node(op_type, ["a", *(tensor.name for tensor in weights)], ["c"])
+    graph = helper.make_graph([node], op_type, [a], [c], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     return bytes(model.SerializeToString())
 
@@ -69,7 +71,7 @@ def why_no_products(precision: str) -> str | None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        ort.InferenceSession(product_of(2, precision), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(one_operator("MatMul", (2, 2), precision), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions have no narrower base class
         return first_line(error)
     return None

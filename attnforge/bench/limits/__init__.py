@@ -67,7 +67,7 @@ class Ceilings(Record):
         flops: floating-point operations per second of a square matrix product, by precision.
         bandwidth: bytes per second of copying in memory, reads and writes both counted.
         exponentials: exponentials per second, in fp32, of numbers that stay in the cache.
-        by: the library that reached `flops`, by precision.
+        by: the library that reached `flops`, by precision, and the one that reached `exponentials`.
     """
 
     threads: int
@@ -78,7 +78,8 @@ class Ceilings(Record):
 
 
 class Limit(Record):
-    """The least time of some work: for its products or for moving its bytes, whichever is longer.
+    """The least time of some work: for its products and the exponentials of its softmaxes, or for moving its bytes,
+    whichever is longer.
 
     Bytes are assumed to come from memory: a small model whose weights stay in the caches between calls may take less
     than `memory_seconds`.
@@ -103,7 +104,7 @@ def limit_seconds(work: Work, ceilings: Ceilings) -> Limit:
     Raises:
         UsageError: neither the precision nor fp32 has a ceiling.
     """
-    compute = 0.0
+    compute = work.exponentials / ceilings.exponentials
     for precision, flops in work.products.items():
         able = {precision, "fp32"} if precision in ("bf16", "fp16") or precision not in ceilings.flops else {precision}
         rates = [ceilings.flops[name] for name in able if name in ceilings.flops]

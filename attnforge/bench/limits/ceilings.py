@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime as ort
 import torch
 
-from attnforge.bench.contenders.engines import openvino_request, product_of
+from attnforge.bench.contenders.engines import one_operator, openvino_request
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.limits import FEWEST_RUNS, Ceilings, best_rate
 from attnforge.errors import UnavailableError, UnknownNameError
@@ -36,13 +36,18 @@ each thread at least 2¹⁵."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-Product = Callable[[], object]
+Shape = tuple[int, ...]
+
+Call = Callable[[], object]
+
+Make = Callable[[str, Shape, int], Call | None]
+"""A library at a precision: see :data:`LIBRARIES`."""
 
 
 def measure_ceilings(
     threads: int, precisions: Sequence[str] = ("fp32", "bf16", "fp16"), seconds: float = 1.0
 ) -> Ceilings:
-    """Measure the ceilings of this machine's CPU: products with the fastest library, everything else with torch.
+    """Measure the ceilings of this machine's CPU: products and exponentials with the fastest library, and copies.
 
     Args:
         threads: number of threads of each library; torch's number of threads is restored afterwards.
@@ -58,29 +63,32 @@ def measure_ceilings(
     check_threads(threads)
     with ExitStack() as stack:
         with_threads(threads, stack)
-        best = {precision: _fastest_product(precision, threads, seconds) for precision in precisions}
+        best = {precision: _fastest(_product_rate, precision, threads, seconds) for precision in precisions}
+        exponentials, by = _fastest(_exponential_rate, "fp32", threads, seconds)
         return Ceilings(
             threads=threads,
             flops={precision: rate for precision, (rate, _) in best.items()},
             bandwidth=_copy_rate(seconds),
-            exponentials=_exponential_rate(threads, seconds),
-            by={precision: library for precision, (_, library) in best.items()},
+            exponentials=exponentials,
+            by={precision: library for precision, (_, library) in best.items()} | {"exponentials": by},
         )
 
 
-def _fastest_product(precision: str, threads: int, seconds: float) -> tuple[float, str]:
+def _fastest(
+    rate: Callable[[Make, int, float], float], precision: str, threads: int, seconds: float
+) -> tuple[float, str]:
     """Return the operations per second, and the library that reaches them."""
-    return max((_product_rate(partial(make, precision), threads, seconds), name) for name, make in LIBRARIES.items())
+    return max((rate(partial(make, precision), threads, seconds), name) for name, make in LIBRARIES.items())
 
 
-def _product_rate(make: Callable[[int, int], Product | None], threads: int, seconds: float) -> float:
+def _product_rate(make: Make, threads: int, seconds: float) -> float:
     """Return the operations per second; 0 if the library has no such product."""
     best, end = 0.0, time.perf_counter() + seconds
     for i, size in enumerate(PRODUCT_SIZES):
         flops, left = 2 * size**3, end - time.perf_counter()
         if best and FEWEST_RUNS * flops / best > left:
             break
-        product = make(size, threads)
+        product = make("MatMul", (size, size), threads)
         if product is None:
             break
         best = max(best, _rate(product, flops, left / (len(PRODUCT_SIZES) - i)))
@@ -92,11 +100,11 @@ def _copy_rate(seconds: float) -> float:
     return _rate(partial(target.copy_, source), 2 * COPIED, seconds)
 
 
-def _exponential_rate(threads: int, seconds: float) -> float:
+def _exponential_rate(make: Make, threads: int, seconds: float) -> float:
     best = 0.0
-    for numbers in CACHED:
-        x = torch.linspace(-10, 0, threads * numbers)
-        best = max(best, _rate(partial(torch.exp, x, out=torch.empty_like(x)), x.numel(), seconds / len(CACHED)))
+    for numbers in (threads * each for each in CACHED):
+        if (call := make("Exp", (numbers,), threads)) is not None:
+            best = max(best, _rate(call, numbers, seconds / len(CACHED)))
     return best
 
 
@@ -105,38 +113,39 @@ def _rate(call: Callable[[], object], amount: int, seconds: float) -> float:
     return best_rate(partial(seconds_of, call), amount, seconds)
 
 
-# --- a square matrix product by each library --------------------------------------------------------------------------
+# --- a matrix product, or exponentials, by each library ---------------------------------------------------------------
 
 
-def _by_torch(precision: str, size: int, threads: int) -> Product | None:
-    """Return torch's product, on torch's current number of threads."""
-    a, b, out = torch.ones(3, size, size, dtype=DTYPES[precision])
-    return partial(torch.mm, a, b, out=out)
+def _by_torch(precision: str, op_type: str, shape: Shape, threads: int) -> Call | None:
+    """Return torch's operator, on torch's current number of threads."""
+    a, b, out = torch.ones(3, *shape, dtype=DTYPES[precision])
+    return partial(torch.mm, a, b, out=out) if op_type == "MatMul" else partial(torch.exp, a, out=out)
 
 
-def _by_onnxruntime(precision: str, size: int, threads: int) -> Product | None:
-    """Return ONNX Runtime's product, in fp32 only: on a CPU it has no 16-bit products."""
+def _by_onnxruntime(precision: str, op_type: str, shape: Shape, threads: int) -> Call | None:
+    """Return ONNX Runtime's operator, in fp32 only: on a CPU it has no 16-bit products."""
     if precision != "fp32":
         return None
-    session = ort.InferenceSession(product_of(size), session_options(threads), ["CPUExecutionProvider"])
-    return partial(session.run, None, {"a": np.ones((size, size), np.float32)})
+    session = ort.InferenceSession(one_operator(op_type, shape), session_options(threads), ["CPUExecutionProvider"])
+    return partial(session.run, None, {"a": np.ones(shape, np.float32)})
 
 
-def _by_openvino(precision: str, size: int, threads: int) -> Product | None:
-    """Return OpenVINO's product, in fp32 and the 16-bit types that it supports on this processor."""
+def _by_openvino(precision: str, op_type: str, shape: Shape, threads: int) -> Call | None:
+    """Return OpenVINO's operator, in fp32 and the 16-bit types that it supports on this processor."""
     if precision not in ("fp32", *OPENVINO_TYPES):
         return None
     try:
-        request = openvino_request(product_of(size), precision, threads)
+        request = openvino_request(one_operator(op_type, shape), precision, threads)
     except UnavailableError:
         return None
     request.get_input_tensor().data[:] = 1
     return request.infer  # type: ignore[no-any-return]
 
 
-LIBRARIES: dict[str, Callable[[str, int, int], Product | None]] = {
+LIBRARIES: dict[str, Callable[[str, str, Shape, int], Call | None]] = {
     "torch": _by_torch,
     "onnxruntime": _by_onnxruntime,
     "openvino": _by_openvino,
 }
-"""By name; each takes a precision, a number of rows and a number of threads, and returns a product, or None."""
+"""By name; each takes a precision, `MatMul` (of square matrices) or `Exp`, the shape of the operands and a number of
+threads, and returns a call, or None."""
