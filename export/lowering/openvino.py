@@ -32,7 +32,7 @@ from attnforge.export.graphs.nodes import is_op, upstream
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import NO_SIZES, Attention, Candidate, Lowered, Sizes, usual
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks, in_causal_blocks
-from attnforge.export.lowering.products import BOOL, products
+from attnforge.export.lowering.products import BOOL, mask_steps, products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 
 CANONICAL_FORM = "Attention"
@@ -115,6 +115,9 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes
     if found:
         why = f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on"
         why = why if a.band is None else "blocks would not leave out enough of the products"
+    if a.cached is None and any(step.fill not in (None, -math.inf) for step in mask_steps(a.mask)):
+        why = "the mask replaces scores with a finite number, which OpenVINO's Attention would add to them"
+        return [Candidate(_PRODUCTS, f"{site}/Softmax", products, True, why, materialises_scores=False), *found]
     if in_int8 is not None and may_round_scores(a):  # the gate has judged its error
         emit, pays = partial(_canonical, in_int8=in_int8, nan=nan), queries * keys >= INT8_SCORES
         reason = "the first product is faster in int8, and its rounding is within the limit"

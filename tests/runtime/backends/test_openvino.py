@@ -470,8 +470,8 @@ class ByHand(nn.Module):
         key = self.key(x).view(heads).transpose(1, 2).tanh()
         key = key[:, :, None].expand(-1, -1, 2, -1, -1).reshape(query.shape)
         scores, kept = query @ key.mT * 8**-0.5, mask[:, None, None, :]
-        if self.hides == "-inf":
-            scores = scores.masked_fill(kept == 0, -torch.inf)
+        if self.hides in ("-inf", "-1e4"):
+            scores = scores.masked_fill(kept == 0, float(self.hides))
         elif self.hides == "least, in fp32":
             scores = scores + ((1 - kept.float()) * torch.finfo(x.dtype).min).to(x.dtype)
         elif self.hides == "least, by where":
@@ -495,7 +495,7 @@ def by_hand(hides: str, precision: str, folder: Path) -> Bundle:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("hides", ["-inf", "least", "least, in fp32", "least, by where", "least, with a bias"])
+@pytest.mark.parametrize("hides", ["-inf", "-1e4", "least", "least, in fp32", "least, by where", "least, with a bias"])
 def test_attention_by_hand_is_within_the_budget(hides: str, precision: str, tmp_path: Path) -> None:
     """With padding, which may hide all keys of a sample; for all sizes, and compiled for those of a repeated call, at
     which a bias is a constant."""
