@@ -153,6 +153,13 @@ def log_sigmoid(self: Any) -> Any:
     return op.Neg(op.Softplus(op.Neg(self)))
 
 
+def expm1(self: Any) -> Any:
+    """`expm1`, as `tanh(x / 2) * (exp(x) + 1)`. The exporter's difference loses the digits of small numbers."""
+    x = op.Cast(self, to=ir.DataType.FLOAT) if self.dtype.bitwidth == 16 else self  # torch rounds once
+    half, one = (op.CastLike(number, x) for number in (0.5, 1.0))
+    return op.CastLike(op.Mul(op.Tanh(op.Mul(x, half)), op.Add(op.Exp(x), one)), self)
+
+
 def log_add_exp(self: Any, other: Any) -> Any:
     """`logaddexp`. The exporter's exponentials overflow."""
     apart = op.Add(op.Max(self, other), op.Softplus(op.Neg(op.Abs(op.Sub(self, other)))))
@@ -416,6 +423,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.baddbmm.default: added_to(core.aten_baddbmm),
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     operator.floordiv: floor_divide_sizes,
+    torch.ops.aten.expm1.default: expm1,
     torch.ops.aten.floor_divide.default: floor_divide,
     torch.ops.aten.histc.default: histogram,
     torch.ops.aten.flatten.using_ints: flatten,

@@ -150,6 +150,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "half of the tokens, rounding up": lambda x: x[:, : -(-x.shape[1] // 2)],
     "half of all tokens but four, rounding down": lambda x: x[:, : (x.shape[1] - 4) // 2 + 2],
     "logarithms of sigmoids": lambda x: F.logsigmoid(x * 20),
+    "exponentials less 1, of small and of large numbers": lambda x: (x / 1e6).expm1() * 1e6 + (x * 200).expm1(),
     "logarithms of sums of two": lambda x: torch.logaddexp(x * 20, -x) + torch.logaddexp2(x * 20, -x),
     "divided, rounding down": lambda x: x // 3 + x.long() // 3 + x.long() // -2,
     "a number where tokens are even": lambda x: put(x, [None, torch.arange(x.shape[1]) % 2 == 0], 0.5),
