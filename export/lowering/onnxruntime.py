@@ -60,7 +60,7 @@ from attnforge.export.lowering.blocks import BAND, forms_in_blocks, in_blocks, w
 from attnforge.export.lowering.cached import caches, group_query, is_for_group_query, over_filled
 from attnforge.export.lowering.integers import casts_for_fp8, integer_products, products_of_nibbles, rows_first
 from attnforge.export.lowering.norms import centre_group_norms
-from attnforge.export.lowering.products import mask_steps, products
+from attnforge.export.lowering.products import fills_in_number, products
 from attnforge.export.lowering.tuning import Tuner, lower_sites
 from attnforge.export.masks.at_blocks import mask_by_key
 
@@ -253,9 +253,8 @@ def _is_additive(a: Attention) -> bool:
     may mask a row fully.
     """
     assert a.mask is not None
-    same = all(step.fill in (None, -np.inf) for step in mask_steps(a.mask))
     fits = all(size in (ONE, a.size(dim)) for size, dim in zip(sizes_of(a.mask), SCORES, strict=True))
-    return same and fits and not a.is_causal
+    return fits and not fills_in_number(a.mask) and not a.is_causal
 
 
 def _products_form(a: Attention) -> str:

@@ -32,7 +32,7 @@ from attnforge.export.graphs.nodes import is_op, upstream
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import NO_SIZES, Attention, Candidate, Lowered, Sizes, usual
 from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks, in_causal_blocks
-from attnforge.export.lowering.products import BOOL, mask_steps, products
+from attnforge.export.lowering.products import BOOL, fills_in_number, products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 
 CANONICAL_FORM = "Attention"
@@ -94,9 +94,9 @@ def lower(
 def may_round_scores(a: Attention) -> bool:
     """Whether a site is one that the backend decomposes into products, which OpenVINO compiles into one kernel with
     int8 queries and keys (:func:`~attnforge.runtime.backends.openvino_graph.as_products`): in fp32, with one key head
-    per query head."""
+    per query head, and no mask that replaces scores with a finite number."""
     is_plain = not a.is_causal and not a.softcap and a.size("H") == a.size("H_kv") and a.size("d_k").is_static
-    return is_plain and a.dtype == FLOAT and a.cached is None and a.scales is None
+    return is_plain and a.dtype == FLOAT and a.cached is None and a.scales is None and not fills_in_number(a.mask)
 
 
 def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes: Sizes = NO_SIZES) -> list[Candidate]:
@@ -115,7 +115,7 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes
     if found:
         why = f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on"
         why = why if a.band is None else "blocks would not leave out enough of the products"
-    if a.cached is None and any(step.fill not in (None, -math.inf) for step in mask_steps(a.mask)):
+    if a.cached is None and fills_in_number(a.mask):
         why = "the mask replaces scores with a finite number, which OpenVINO's Attention would add to them"
         return [Candidate(_PRODUCTS, f"{site}/Softmax", products, True, why, materialises_scores=False), *found]
     if in_int8 is not None and may_round_scores(a):  # the gate has judged its error

@@ -122,6 +122,11 @@ def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
     return [*([] if scalar(before) == 0.0 else mask_steps(before)), MaskStep(condition, scalar(number))]
 
 
+def fills_in_number(mask: ir.Value | None) -> bool:
+    """Whether a mask replaces scores with a finite number, which is not the same as adding it."""
+    return any(step.fill not in (None, -np.inf) for step in mask_steps(mask))
+
+
 def last_step(mask: ir.Value) -> ir.Node | None:
     """The Add or Where by which an additive mask takes the author's last step; None if it is a bias as it stands."""
     node = mask.producer()
@@ -137,7 +142,7 @@ def _steps(op: Builder, attention: Attention, query: ir.Value, key_transposed: i
     if attention.is_causal:
         steps.insert(0, MaskStep(_causal(op, query, key_transposed), -np.inf))
     conditions = [step.operand for step in steps if step.fill is not None]
-    if not conditions or any(step.fill not in (None, -np.inf) for step in steps):
+    if not conditions or fills_in_number(attention.mask):
         return steps
     # One Where for all conditions: two in a row crash TensorRT-RTX 1.7's builder.
     return [MaskStep(all_of(op, conditions), -np.inf), *(step for step in steps if step.fill is None)]

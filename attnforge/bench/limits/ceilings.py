@@ -1,4 +1,4 @@
-"""Measured ceilings of a CPU: matrix products by the fastest available library, copies and exponentials.
+"""Measured ceilings of a CPU: matrix products and exponentials by the fastest available library, and copies.
 
 A single library is not enough: on AMD processors, torch multiplies fp32 at half the rate of the others.
 """
