@@ -14,7 +14,7 @@ import numpy as np
 
 from attnforge.bench import compare as bench_compare
 from attnforge.bench import plots
-from attnforge.bench.compare import MEMORY_MIB, Differences
+from attnforge.bench.compare import MEMORY_MIB, Differences, move
 from attnforge.bench.interval import student
 from attnforge.bench.page import page_values
 from attnforge.bench.plots import DASHES, OTHERS, both_logarithmic, finished, in_words, marker_of, short_label
@@ -205,7 +205,7 @@ def _growth(label: str, before: Growth, after: Growth, differences: Differences)
             _exponents(after, key, series, now[key], differences)
         elif series.ours:
             what, reason = f"growth over {after.along}, gone", "missing from the new run"
-            differences.add(after.model, key, what, None, None, regression=True, reason=reason)
+            differences.moved.append(move(after.model, key, what, None, None, regression=True, reason=reason))
         else:
             differences.notes.append(f"{label}, {key}: only in the old run")
 
@@ -227,11 +227,12 @@ def _exponents(growth: Growth, key: str, before: Series, after: Series, differen
             largest = max((value for series in values for value in series if value is not None), default=0.0)
             low, high = sorted((was.exponent, now.exponent), key=lambda exponent: exponent.value)
             if largest > least and high.low > low.high and (min(more) > EXPONENT or max(more) < -EXPONENT):
-                differences.add(
+                grown = move(
                     growth.model, key, f"exponent of {kind} over {growth.along}", was.exponent.value,
                     now.exponent.value, regression=after.ours and min(more) > 0,
                     reason=f"between the two largest sizes {was.last:.2f} before, {now.last:.2f} now",
                 )  # fmt: skip
+                differences.moved.append(grown)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

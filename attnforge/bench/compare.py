@@ -10,17 +10,20 @@ that run the same code, because of memory addresses or other processes, given by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attnforge.arrays import Array
 from attnforge.bench.interval import NORMAL, latency_of, reach
-from attnforge.bench.results import Contender, Environment, Interval, Model, Results
+from attnforge.bench.results import Contender, Interval, Model, Results
 from attnforge.records import Record
+
+T = TypeVar("T")
 
 TOLERANCE = 0.03
 """Slowdown that is not a regression yet: the whole interval of a change must lie beyond it."""
@@ -115,92 +118,89 @@ class Differences(Record):
         lines += [f"changed    {move.text()}" for move in others]
         return "\n".join(lines + [f"note       {note}" for note in self.notes])
 
-    def add(
-        self, model: str, contender: str, what: str, before: float | None, after: float | None, **more: Any
-    ) -> None:
-        """Add a move."""
-        self.moved.append(Move(model=model, contender=contender, what=what, before=before, after=after, **more))
 
-    def gone(self, model: str, contender: Contender, reason: str) -> None:
-        """Add a regression: a contender of ours is missing from the new run."""
-        ms = contender.latency.median.value
-        self.add(model, contender.key, "gone", ms, None, unit="ms", regression=True, reason=reason)
+def move(label: str, key: str, what: str, before: float | None, after: float | None, **more: Any) -> Move:
+    """Return a move of a quantity of a contender."""
+    return Move(model=label, contender=key, what=what, before=before, after=after, **more)
 
 
 def compare(old: Results, new: Results) -> Differences:
     """Return what changed from the old run to the new one, growth excepted, which no bundle's benchmark measures."""
-    differences = Differences(moved=[], notes=_conditions(old, new))
-    pairs, lost = _paired(old, new, differences.notes)
+    pairs, lost, notes = _paired(old, new)
     changes = [_changes(before, after) for _, before, after in pairs]
     spread = _spread(changes, USUAL_SPREAD)
     starts = _starts_apart([change for of_model in changes for change in of_model])
+    found: list[Move | str] = [*_conditions(old, new), *notes]
     for (label, before, after), of_model in zip(pairs, changes, strict=True):
-        differences.notes += _differences(label, before, after)
-        _presence(label, before, after, new.left_out, differences)
-        _latencies(label, of_model, _spread([of_model], spread), differences)
+        found += _differences(label, before, after)
+        found += _presence(label, before, after, new.left_out)
+        found += _latencies(label, of_model, _spread([of_model], spread))
         for change in of_model:
-            _measures(label, change, starts, differences)
-        _bundles(label, before, after, _drift(of_model), differences)
+            found += _measures(label, change, starts)
+        found += _bundles(label, before, after, _drift(of_model))
     for label, model, reason in lost:
-        for contender in model.contenders:
-            if contender.ours:
-                differences.gone(label, contender, reason)
+        found += [_gone(label, contender, reason) for contender in model.contenders if contender.ours]
     was, now = ([f"{growth.model} over {growth.along}" for growth in run.growth] for run in (old, new))
-    differences.notes += [f"{label}: only in the new run" for label in now if label not in was]
-    differences.notes += [f"{label}: only in the old run" for label in was if label not in now]
-    return differences
+    found += [f"{label}: only in the new run" for label in now if label not in was]
+    found += [f"{label}: only in the old run" for label in was if label not in now]
+    moved = [move for move in found if isinstance(move, Move)]
+    return Differences(moved=moved, notes=[note for note in found if isinstance(note, str)])
+
+
+def _matched(
+    before: Iterable[T], after: Iterable[T], key: Callable[[T], Hashable]
+) -> tuple[list[tuple[T, T]], list[T], list[T]]:
+    """Return the pairs with the same key, what is only before, and what is only after."""
+    was, now = ({key(item): item for item in items} for items in (before, after))
+    gone, come = ([item for at, item in one.items() if at not in other] for one, other in ((was, now), (now, was)))
+    return [(item, now[at]) for at, item in was.items() if at in now], gone, come
 
 
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
-def _conditions(old: Results, new: Results) -> list[str]:
-    """Return notes on differences of the machine, its load and the settings."""
-    before, after, notes = old.environment, new.environment, []
+def _conditions(old: Results, new: Results) -> Iterator[str]:
+    """Yield notes on differences of the machine, its load and the settings."""
+    before, after = old.environment, new.environment
     if differing := _differing(before.machine.model_dump(), after.machine.model_dump()):
-        notes.append(f"different machine: {differing}; ratios to the peers may differ with it")
+        yield f"different machine: {differing}; ratios to the peers may differ with it"
     if before.threads != after.threads:
-        notes.append(f"different number of threads: {before.threads} before, {after.threads} now")
+        yield f"different number of threads: {before.threads} before, {after.threads} now"
     if differing := _differing(before.versions, after.versions):
-        notes.append(f"different versions: {differing}; the peers may have changed with them")
+        yield f"different versions: {differing}; the peers may have changed with them"
     if before.governor != after.governor:
-        notes.append(f"different frequency governor: {before.governor} before, {after.governor} now")
-    notes += [*_busy("old", before), *_busy("new", after)]
-    left_out = {name: why for name, why in new.left_out.items() if name not in old.left_out}
-    return notes + [f"left out of the new run: {name}: {why}" for name, why in left_out.items()]
+        yield f"different frequency governor: {before.governor} before, {after.governor} now"
+    for run, environment in (("old", before), ("new", after)):
+        # the run itself accounts for as many processes as it has threads
+        least, load, later = environment.machine.processors / 2, environment.load_before, environment.load_after
+        if load is not None and load > least:
+            yield f"the machine was busy before the {run} run: load {load:.2g}"
+        if later is not None and later > least + environment.threads:
+            yield f"the machine was busy during the {run} run: load {later:.2g} after it"
+    for name, why in new.left_out.items():
+        if name not in old.left_out:
+            yield f"left out of the new run: {name}: {why}"
 
 
-def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> str:
-    """Return the entries that differ, as text."""
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return "; ".join(f"{name} {before.get(name, 'none')} before, {after.get(name, 'none')} now" for name in names)
-
-
-def _busy(run: str, environment: Environment) -> list[str]:
-    """Return notes if other processes ran; the run itself accounts for as many as it has threads."""
-    least, notes = environment.machine.processors / 2, []
-    if environment.load_before is not None and environment.load_before > least:
-        notes.append(f"the machine was busy before the {run} run: load {environment.load_before:.2g}")
-    if environment.load_after is not None and environment.load_after > least + environment.threads:
-        notes.append(f"the machine was busy during the {run} run: load {environment.load_after:.2g} after it")
-    return notes
+def _differing(before: Mapping[str, object], after: Mapping[str, object], names: Iterable[str] | None = None) -> str:
+    """Return the entries that differ, by default of all names, as text."""
+    differing = [n for n in ({**before, **after} if names is None else names) if before.get(n) != after.get(n)]
+    return "; ".join(f"{name} {before.get(name, 'none')} before, {after.get(name, 'none')} now" for name in differing)
 
 
 def _paired(
-    old: Results, new: Results, notes: list[str]
-) -> tuple[list[tuple[str, Model, Model]], list[tuple[str, Model, str]]]:
-    """Return the models at the same sizes in both runs, and those that the new run left out, with its reason."""
+    old: Results, new: Results
+) -> tuple[list[tuple[str, Model, Model]], list[tuple[str, Model, str]], list[str]]:
+    """Return the models at the same sizes in both runs; those that the new run left out, with its reason; and notes on
+    the others."""
     names = [[model.name for model in run.models] for run in (old, new)]
     repeated = {name for run in names for name in run if run.count(name) > 1}
 
     def label(model: Model) -> str:
         return f"{model.name} ({_sizes(model)})" if model.name in repeated else model.name
 
-    before, after = ({(model.name, _sizes(model)): model for model in run.models} for run in (old, new))
-    pairs = [(label(model), before[key], model) for key, model in after.items() if key in before]
-    lost: list[tuple[str, Model, str]] = []
-    gone = [model for key, model in before.items() if key not in after]
-    come = [model for key, model in after.items() if key not in before]
+    both, come, gone = _matched(new.models, old.models, lambda model: (model.name, _sizes(model)))
+    lost, notes = [], []
     for model in gone:
         if others := [_sizes(candidate) for candidate in come if candidate.name == model.name]:
             notes.append(f"{model.name}: not compared; {_sizes(model)} before, {' and '.join(others)} now")
@@ -210,62 +210,61 @@ def _paired(
             notes.append(f"{label(model)}: only in the old run")
     known = {model.name for model in gone}
     notes += [f"{label(model)}: only in the new run" for model in come if model.name not in known]
-    return pairs, lost
+    return [(label(after), before, after) for after, before in both], lost, notes
 
 
 def _sizes(model: Model) -> str:
     return ", ".join(f"{name}={size}" for name, size in sorted(model.sizes.items()))
 
 
-def _differences(label: str, before: Model, after: Model) -> list[str]:
-    """Return notes on differences of how a model was measured."""
-    notes = []
-    sources = [{bundle.precision: bundle.source for bundle in model.deployed} for model in (before, after)]
-    both = sources[0].keys() & sources[1].keys()
-    if differing := _differing(*({p: source[p] for p in sorted(both)} for source in sources)):
-        notes.append(f"{label}: different source: {differing}")
+def _differences(label: str, before: Model, after: Model) -> Iterator[str]:
+    """Yield notes on differences of how a model was measured."""
+    was, now = ({bundle.precision: bundle.source for bundle in model.deployed} for model in (before, after))
+    if differing := _differing(was, now, sorted(was.keys() & now.keys())):
+        yield f"{label}: different source: {differing}"
     if differing := _differing(before.inputs, after.inputs):
-        notes.append(f"{label}: different inputs: {differing}")
+        yield f"{label}: different inputs: {differing}"
     if before.openings != after.openings:
         times = f"{before.openings} before, {after.openings} now"
-        notes.append(f"{label}: loads of each contender: {times}; a single load does not show how loads differ")
+        yield f"{label}: loads of each contender: {times}; a single load does not show how loads differ"
     if (fewest := min(before.rounds, after.rounds)) < FEW_ROUNDS:
-        notes.append(f"{label}: {fewest} rounds are too few for reliable intervals; measure {FEW_ROUNDS} or more")
-    picked = [{c.precision: c.name for c in model.contenders if c.picked} for model in (before, after)]
-    if differing := _differing(*({p: names[p] for p in picked[0] if p in picked[1]} for names in picked)):
-        notes.append(f"{label}: different backend picked: {differing}")
-    return notes
+        yield f"{label}: {fewest} rounds are too few for reliable intervals; measure {FEW_ROUNDS} or more"
+    was, now = ({c.precision: c.name for c in model.contenders if c.picked} for model in (before, after))
+    if differing := _differing(was, now, [precision for precision in was if precision in now]):
+        yield f"{label}: different backend picked: {differing}"
 
 
 # --- contenders in only one run ---------------------------------------------------------------------------------------
 
 
-def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, str], differences: Differences) -> None:
-    """Add contenders that are gone, that miss the parity budget now, or that no longer miss it."""
-    was, now = ({c.key: c for c in model.contenders} for model in (before, after))
+def _presence(label: str, before: Model, after: Model, left_out: Mapping[str, str]) -> Iterator[Move | str]:
+    """Yield contenders that are gone, that miss the parity budget now, or that no longer miss it."""
     deployed = {bundle.precision for bundle in after.deployed}
-    for key, contender in was.items():
-        if key in now:
-            continue
-        missed = after.wrong.get(key)
+    _, gone, come = _matched(before.contenders, after.contenders, attrgetter("key"))
+    for contender in gone:
+        key, missed, share = contender.key, after.wrong.get(contender.key), _share(contender)
         reason = missed or after.skipped.get(key) or left_out.get(before.name)
         if reason is None and contender.ours and contender.precision not in deployed:
             reason = f"the model is not deployed in {contender.precision} in the new run"
+        reason = reason or "the new run gives no reason"
         if not contender.ours:
-            differences.notes.append(f"{label}, {key}: only in the old run: {reason or 'the new run gives no reason'}")
+            yield f"{label}, {key}: only in the old run: {reason}"
         elif missed is None:
-            differences.gone(label, contender, reason or "the new run gives no reason")
+            yield _gone(label, contender, reason)
         else:
-            share = _share(contender)
-            differences.add(label, key, "parity", share, None, unit="of the budget", regression=True, reason=missed)
-    for key, contender in now.items():
-        if key in was:
-            continue
-        if contender.ours and (missed := before.wrong.get(key)) is not None:
-            share = _share(contender)
-            differences.add(label, key, "parity", None, share, unit="of the budget", reason=f"before, {missed}")
+            yield move(label, key, "parity", share, None, unit="of the budget", regression=True, reason=missed)
+    for contender in come:
+        key, missed, share = contender.key, before.wrong.get(contender.key), _share(contender)
+        if contender.ours and missed is not None:
+            yield move(label, key, "parity", None, share, unit="of the budget", reason=f"before, {missed}")
         else:
-            differences.notes.append(f"{label}, {key}: only in the new run")
+            yield f"{label}, {key}: only in the new run"
+
+
+def _gone(label: str, contender: Contender, reason: str) -> Move:
+    """Return a regression: a contender of ours is missing from the new run."""
+    ms = contender.latency.median.value
+    return move(label, contender.key, "gone", ms, None, unit="ms", regression=True, reason=reason)
 
 
 def _share(contender: Contender) -> float:
@@ -298,8 +297,7 @@ class _Change:
 
 
 def _changes(before: Model, after: Model) -> list[_Change]:
-    now = {contender.key: contender for contender in after.contenders}
-    pairs = [(contender, now[contender.key]) for contender in before.contenders if contender.key in now]
+    pairs, _, _ = _matched(before.contenders, after.contenders, attrgetter("key"))
     peers = [i for i, (was, _) in enumerate(pairs) if not was.ours]
     if not pairs:
         return []
@@ -358,17 +356,15 @@ def _spread(changes: Sequence[Sequence[_Change]], usual: float) -> float:
     return math.sqrt((BELIEF * usual**2 + freedom * seen) / (BELIEF + freedom))
 
 
-def _latencies(label: str, changes: Sequence[_Change], spread: float, differences: Differences) -> None:
-    """Add the contenders whose change, with its whole uncertainty, is beyond the tolerance."""
+def _latencies(label: str, changes: Sequence[_Change], spread: float) -> Iterator[Move | str]:
+    """Yield the contenders whose change, with its whole uncertainty, is beyond the tolerance."""
     peers, drift = len(_peers(changes)), _drift(changes)
     if changes and drift is None:
-        differences.notes.append(f"{label}: no peer is in both runs, so the machine's drift is not divided out")
+        yield f"{label}: no peer is in both runs, so the machine's drift is not divided out"
     if drift is not None and abs(math.log(drift)) > math.log1p(TOLERANCE):
-        differences.notes.append(f"{label}: the machine takes {drift:.3f} times as long, by its peers ({peers})")
+        yield f"{label}: the machine takes {drift:.3f} times as long, by its peers ({peers})"
     if peers > 1 and spread > TOLERANCE:
-        differences.notes.append(
-            f"{label}: the peers' changes spread by {spread:.0%}, which hides smaller ones of ours"
-        )
+        yield f"{label}: the peers' changes spread by {spread:.0%}, which hides smaller ones of ours"
     of_peers = sum(change.variance for change in _peers(changes)) / max(peers, 1)
     unknown = NORMAL * math.sqrt(spread**2 + (spread**2 + of_peers) * MEDIAN_LOSS / max(peers, 1))
     for change in changes:
@@ -378,7 +374,7 @@ def _latencies(label: str, changes: Sequence[_Change], spread: float, difference
         low, high = log - math.hypot(change.below, unknown), log + math.hypot(change.above, unknown)
         if low > math.log1p(TOLERANCE) or high < -math.log1p(TOLERANCE):
             times = Interval(value=math.exp(log), low=math.exp(low), high=math.exp(high))
-            differences.add(
+            yield move(
                 label, now.key, "latency", was.latency.median.value, now.latency.median.value, unit="ms",
                 change=times, drift=drift, regression=now.ours and log > 0,
             )  # fmt: skip
@@ -408,15 +404,14 @@ class _Measure:
     is_time: bool = False
 
     def compare(
-        self, label: str, key: str, was: object, now: object, differences: Differences, drift: float | None = None,
-        counts: bool = False, chance: float = 1.0,
-    ) -> None:  # fmt: skip
-        """Add the move of the number, if it moved.
+        self, label: str, key: str, was: object, now: object, drift: float | None = None, counts: bool = False,
+        chance: float = 1.0,
+    ) -> Iterator[Move | str]:  # fmt: skip
+        """Yield the move of the number, if it moved.
 
         Args:
             label, key: label of the model, and key of the contender or bundle.
             was, now: the contender or bundle, before and now.
-            differences: receives the move.
             drift: drift of the machine.
             counts: whether growth is a regression.
             chance: factor by which it may grow by chance, as the peers' did.
@@ -424,7 +419,7 @@ class _Measure:
         before, after = self.of(was), self.of(now)
         if before is None or after is None:
             if before is not None and counts:
-                differences.notes.append(f"{label}, {key}: {self.what} was measured before and is not now")
+                yield f"{label}, {key}: {self.what} was measured before and is not now"
             return
         taken_out = drift if self.is_time else None
         expected = before * (taken_out or 1)
@@ -432,7 +427,7 @@ class _Measure:
         if high > low * self.factor and high - low > self.least:
             worse = counts and after > expected
             as_peers = worse and self.is_time and after <= expected * chance
-            differences.add(
+            yield move(
                 label, key, self.what, before, after, unit=self.unit, drift=taken_out,
                 change=after / expected if expected > 0 else None, regression=worse and not as_peers,
                 reason=f"those of peers changed by up to {chance:.3g} times" if as_peers else None,
@@ -465,23 +460,21 @@ def _starts_apart(changes: Iterable[_Change]) -> float:
     return apart
 
 
-def _measures(label: str, change: _Change, starts: float, differences: Differences) -> None:
-    """Add a contender's other moves; a slower start is a regression only beyond the factor `starts`."""
+def _measures(label: str, change: _Change, starts: float) -> Iterator[Move | str]:
+    """Yield a contender's other moves; a slower start is a regression only beyond the factor `starts`."""
     was, now = change.was, change.now
     for measure in MEASURES:
-        measure.compare(label, now.key, was, now, differences, change.drift, now.ours, starts)
+        yield from measure.compare(label, now.key, was, now, change.drift, now.ours, starts)
     if max(_share(was), _share(now)) > PARITY_SHARE:
-        PARITY.compare(label, now.key, was, now, differences)
+        yield from PARITY.compare(label, now.key, was, now)
     if was.cases is not None and was.wrong_in is None and now.wrong_in is not None:
         reason = f"now it is wrong in {now.wrong_in}"
-        differences.add(label, now.key, "parity", None, None, regression=now.ours, reason=reason)
+        yield move(label, now.key, "parity", None, None, regression=now.ours, reason=reason)
 
 
-def _bundles(label: str, before: Model, after: Model, drift: float | None, differences: Differences) -> None:
-    """Add bundles whose size or deploy time changed; deploy time is too noisy to be a regression."""
-    was = {bundle.precision: bundle for bundle in before.deployed}
-    for now in after.deployed:
-        if now.precision in was:
-            key = f"bundle {now.precision}"
-            SIZE.compare(label, key, was[now.precision], now, differences, counts=True)
-            DEPLOYING.compare(label, key, was[now.precision], now, differences, drift)
+def _bundles(label: str, before: Model, after: Model, drift: float | None) -> Iterator[Move | str]:
+    """Yield bundles whose size or deploy time changed; deploy time is too noisy to be a regression."""
+    both, _, _ = _matched(after.deployed, before.deployed, attrgetter("precision"))
+    for now, was in both:
+        yield from SIZE.compare(label, f"bundle {now.precision}", was, now, counts=True)
+        yield from DEPLOYING.compare(label, f"bundle {now.precision}", was, now, drift)
