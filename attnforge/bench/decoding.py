@@ -111,13 +111,13 @@ def measure_decoding(
             held_to="float64" if truth.is_float64 else "eager",
         )  # fmt: skip
         copies = _copies(job, contexts) if experiment.memory else {}
-        workloads: list[Workload[Stepper]] = []
+        workloads: list[Prompt] = []
         for before, context in zip([0, *contexts], contexts, strict=False):
             at = f"at {context:,} tokens"
-            workloads.append(Steps(f"check {at}", f"steps {at}", truth, ids, before, context, copies.get(context)))
-        for tokens in results.prompts:
-            length = f"{tokens:,} tokens"
-            workloads.append(Prompt(f"check the prompt of {length} on", f"prompts of {length}", truth, ids[:, :tokens]))
+            workloads.append(Steps(f"check {at}", f"steps {at}", truth, ids, context, at, before, copies.get(context)))
+        for count in results.prompts:
+            of = f"of {count:,} tokens"
+            workloads.append(Prompt(f"check the prompt {of} on", f"prompts {of}", truth, ids, count, f"prompt {of}"))
         entries = entries_of(experiment, job, STEPPING, ours, DECODING_PEERS, _refused, results.skipped)
         raced = run_race(experiment, entries, workloads, results.skipped, stack)
         results.wrong = raced.wrong
@@ -199,11 +199,13 @@ class ReferenceLogits:
             )
         return cls(eager.reshape(*ids.shape, -1), exact.reshape(*ids.shape, -1), is_float64)
 
-    def why_wrong(self, entry: Entry[Stepper], got: Array, tokens: slice, where: str) -> str | None:
-        """Return why logits miss the budget, or None; the error closest to the budget is kept in the entry."""
-        case = Case(name=where, sizes={}, kind="normal", seed=TRUTH_SEED)
+    def why_wrong(self, entry: Entry[Stepper], got: Sequence[Array], first: int, where: str) -> str | None:
+        """Return why the logits of successive tokens from the `first` on miss the budget, or None; the error closest to
+        the budget is kept in the entry."""
+        case, tokens = Case(name=where, sizes={}, kind="normal", seed=TRUTH_SEED), slice(first, first + len(got))
         precision = budget_precision(entry.job.bundle.manifest, entry.name)
-        comparison = judge(case, "logits", got, self.eager[:, tokens], self.exact[:, tokens], precision)
+        logits = np.stack(got, axis=1)
+        comparison = judge(case, "logits", logits, self.eager[:, tokens], self.exact[:, tokens], precision)
         entry.keep(comparison.error, comparison.budget)
         return None if comparison.passed else f"{where}: {comparison.reason}"
 
@@ -217,75 +219,61 @@ def is_at_hand(job: PeerJob) -> bool:
 
 
 @dataclass
-class Steps(Workload[Stepper]):
-    """Steps of one token after a context, and the copy that is their limit.
-
-    Attributes:
-        truth: reference logits.
-        ids: token ids of the longest run, `(batch, tokens)`.
-        before: tokens already in the contenders' caches.
-        context: tokens before the timed steps.
-        copy: the copy that takes turns with the contenders; None where no limit is measured.
-    """
-
-    truth: ReferenceLogits
-    ids: Array
-    before: int
-    context: int
-    copy: Copy | None
-
-    def why_wrong(self, entry: Entry[Stepper]) -> str | None:
-        """Bring a contender to the context, and check the logits there and of some steps after it."""
-        stepper, end, where = entry.opened, self.context, f"at {self.context:,} tokens"
-        stepper.rewind() if self.before else stepper.reset()
-        logits = stepper.extend(self.ids[:, self.before : end])
-        if (reason := self.truth.why_wrong(entry, logits[:, None], slice(end - 1, end), where)) is not None:
-            return reason
-        stepper.mark()
-        steps = [stepper.extend(self.ids[:, i : i + 1]) for i in range(end, end + CHECKED)]
-        return self.truth.why_wrong(entry, np.stack(steps, axis=1), slice(end, end + CHECKED), f"steps {where}")
-
-    def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
-        """Return the milliseconds of every step of a turn but the first, of all contenders and of :data:`COPY`."""
-        tokens = [np.ascontiguousarray(self.ids[:, i : i + 1]) for i in range(self.context, self.context + STEPS + 1)]
-
-        def turn(stepper: Stepper) -> list[float]:
-            stepper.rewind()
-            return [1e3 * seconds_of(partial(stepper.extend, token)) for token in tokens][1:]
-
-        turns: dict[str, Callable[[], list[float]]] = {key: partial(turn, e.opened) for key, e in entries.items()}
-        if self.copy is not None:
-            turns[COPY] = self.copy.turn()
-        return in_turns(turns, rounds, fewest=rounds, seed=seed)
-
-
-@dataclass
 class Prompt(Workload[Stepper]):
     """A prompt into an empty cache.
 
     Attributes:
         truth: reference logits.
-        ids: token ids of the prompt, `(batch, tokens)`.
+        ids: token ids of the longest run, `(batch, tokens)`.
+        count: tokens of the prompt.
+        where: name of the checked logits.
+        before: tokens already in the contenders' caches when they are checked.
+        copy: the copy that takes turns with the contenders; None where no limit is measured.
     """
 
     truth: ReferenceLogits
     ids: Array
+    count: int
+    where: str
+    before: int = 0
+    copy: Copy | None = None
 
     def why_wrong(self, entry: Entry[Stepper]) -> str | None:
         """Check the logits of the prompt's last token."""
-        entry.opened.reset()
-        logits, count = entry.opened.extend(self.ids), self.ids.shape[1]
-        return self.truth.why_wrong(entry, logits[:, None], slice(count - 1, count), f"prompt of {count:,} tokens")
+        entry.opened.rewind() if self.before else entry.opened.reset()
+        logits = entry.opened.extend(self.ids[:, self.before : self.count])
+        return self.truth.why_wrong(entry, [logits], self.count - 1, self.where)
 
     def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
-        """Return the milliseconds until the logits are available, once per turn."""
-
-        def turn(stepper: Stepper) -> list[float]:
-            stepper.reset()
-            return [1e3 * seconds_of(partial(stepper.extend, self.ids))]
-
-        turns = {key: partial(turn, entry.opened) for key, entry in entries.items()}
+        """Return the milliseconds of a turn's calls, of all contenders and of :data:`COPY`."""
+        turns: dict[str, Callable[[], list[float]]] = {key: partial(self.turn, e.opened) for key, e in entries.items()}
+        if self.copy is not None:
+            turns[COPY] = self.copy.turn()
         return in_turns(turns, rounds, fewest=rounds, seed=seed)
+
+    def turn(self, stepper: Stepper) -> list[float]:
+        """Return the milliseconds until the logits are available."""
+        stepper.reset()
+        return [1e3 * seconds_of(partial(stepper.extend, self.ids[:, : self.count]))]
+
+
+@dataclass
+class Steps(Prompt):
+    """Steps of one token after a context of `count` tokens."""
+
+    def why_wrong(self, entry: Entry[Stepper]) -> str | None:
+        """Bring a contender to the context, and check the logits there and of some steps after it."""
+        if (reason := super().why_wrong(entry)) is not None:
+            return reason
+        entry.opened.mark()
+        steps = [entry.opened.extend(self.ids[:, i : i + 1]) for i in range(self.count, self.count + CHECKED)]
+        return self.truth.why_wrong(entry, steps, self.count, f"steps {self.where}")
+
+    def turn(self, stepper: Stepper) -> list[float]:
+        """Return the milliseconds of every step but the first."""
+        tokens = [np.ascontiguousarray(self.ids[:, i : i + 1]) for i in range(self.count, self.count + STEPS + 1)]
+        stepper.rewind()
+        return [1e3 * seconds_of(partial(stepper.extend, token)) for token in tokens][1:]
 
 
 @dataclass(frozen=True)

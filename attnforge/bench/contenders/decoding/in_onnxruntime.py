@@ -24,7 +24,7 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
-from attnforge.bench.contenders.decoding.stepper import Counting, OfDecoder, Stepper
+from attnforge.bench.contenders.decoding.stepper import Marking, OfDecoder, Stepper
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.bundle import CANONICAL, NEXT
 from attnforge.errors import UnavailableError
@@ -185,47 +185,34 @@ def with_rotary_operator(model: ir.Model, sites: list[Site]) -> None:
 # --- the runner -------------------------------------------------------------------------------------------------------
 
 
-class Growing(Counting):
-    """Caches that are passed in and out as ONNX Runtime values, longer each time, without copies between steps."""
+class Growing(Marking[tuple[int, dict[str, Any]]]):
+    """Caches that are passed in and out as ONNX Runtime values, longer each time, without copies between steps.
+
+    The state is the number of tokens and the caches by name.
+    """
 
     def __init__(self, job: PeerJob, file: Path) -> None:
-        super().__init__()
         self._session: Any = ort.InferenceSession(
             str(file), session_options(job.threads), providers=["CPUExecutionProvider"]
         )
-        self._decoding, self._output, self._batch = job.decoding, job.output, job.batch
-        self._caches: dict[str, Any] = {}
-        self.reset()
-        self._kept = self._caches
+        self._decoding, self._output, empty = job.decoding, job.output, {}
+        for spec in job.decoding.tensors:
+            heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
+            empty[spec.name] = host_value(np.zeros((job.batch, heads, 0, size), np.dtype(spec.dtype)))
+        super().__init__((0, empty))
 
     def extend(self, tokens: Array) -> Array:
-        binding = self._session.io_binding()
+        (past, caches), binding = self._now, self._session.io_binding()
         bind_host_input(binding, self._decoding.tokens, np.ascontiguousarray(tokens))
-        bind_host_input(binding, self._decoding.past, np.full(len(tokens), self._past, np.int64))
+        bind_host_input(binding, self._decoding.past, np.full(len(tokens), past, np.int64))
         if self._decoding.kept is not None:  # the logits of the last token alone
             bind_host_input(binding, self._decoding.kept, np.array([tokens.shape[1] - 1], np.int64))
         binding.bind_output(self._output, "cpu")
-        for name, value in self._caches.items():
+        for name, value in caches.items():
             binding.bind_ortvalue_input(name, value)
             binding.bind_output(f"{name}{NEXT}", "cpu")
         self._session.run_with_iobinding(binding)
-        logits, *caches = binding.get_outputs()
-        self._caches = dict(zip(self._caches, caches, strict=True))
-        self._past += tokens.shape[1]
+        logits, *longer = binding.get_outputs()
+        self._now = past + tokens.shape[1], dict(zip(caches, longer, strict=True))
         last: Array = logits.numpy()[:, -1]
         return last
-
-    def mark(self) -> None:
-        super().mark()
-        self._kept = self._caches
-
-    def rewind(self) -> None:
-        super().rewind()
-        self._caches = self._kept
-
-    def reset(self) -> None:
-        super().reset()
-        self._caches = {}
-        for spec in self._decoding.tensors:
-            heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
-            self._caches[spec.name] = host_value(np.zeros((self._batch, heads, 0, size), np.dtype(spec.dtype)))

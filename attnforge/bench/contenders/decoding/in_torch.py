@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnforge.arrays import Array, to_numpy, to_torch
-from attnforge.bench.contenders.decoding.stepper import Counting, Stepper
+from attnforge.bench.contenders.decoding.stepper import Marking, Stepper
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.errors import UnavailableError
 from attnforge.model.decoder import Decoder
@@ -106,22 +106,22 @@ def _kept(value: Any, name: str, layer: str) -> Any:
     return value.clone() if isinstance(value, Tensor) and not is_whole else value
 
 
-class OfAttnforge(Counting):
-    """:class:`attnforge.model.decoder.Decoder` with its cache; all rows have the same length."""
+class OfAttnforge(Marking[int]):
+    """:class:`attnforge.model.decoder.Decoder` with its cache; its state is the length of all rows."""
 
     def __init__(self, module: Decoder, batch: int, capacity: int, is_compiled: bool) -> None:
-        super().__init__()
+        super().__init__(0)
         self._module, self._batch = module, batch
         self._cache = module.empty_cache(batch, min(capacity, module.sizes.max_tokens))
         self._logits = torch.compile(module.logits, dynamic=False) if is_compiled else None
 
     def extend(self, tokens: Array) -> Array:
         ids = to_torch(tokens)
-        past, count = torch.full((self._batch,), self._past), ids.shape[1]
+        past, count = torch.full((self._batch,), self._now), ids.shape[1]
         with torch.no_grad(), as_written():
             if self._logits is not None and count == 1:
                 logits = self._logits(ids, past[:, None], self._cache)
             else:
                 logits = self._module.step(ids, past, self._cache)
-        self._past += count
+        self._now += count
         return to_numpy("logits", logits[:, -1])

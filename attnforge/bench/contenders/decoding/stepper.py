@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from attnforge.arrays import Array
 from attnforge.bench.contenders.peers import PeerJob
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.session import load
+
+S = TypeVar("S")
 
 
 class Stepper(Protocol):
@@ -27,20 +29,20 @@ class Stepper(Protocol):
         """Discard all tokens."""
 
 
-class Counting:
-    """Token counts of the caches, now and at the last :meth:`mark`, to which they are rewound."""
+class Marking(Generic[S]):
+    """The state of the caches: now, at the last :meth:`mark`, and without tokens."""
 
-    def __init__(self) -> None:
-        self._past = self._marked = 0
+    def __init__(self, empty: S) -> None:
+        self._now = self._marked = self._empty = empty
 
     def mark(self) -> None:
-        self._marked = self._past
+        self._marked = self._now
 
     def rewind(self) -> None:
-        self._past = self._marked
+        self._now = self._marked
 
     def reset(self) -> None:
-        self._past = 0
+        self._now = self._empty
 
 
 def ours(name: str, job: PeerJob, stack: ExitStack) -> Stepper:
