@@ -67,17 +67,15 @@ def advice_on(model: Model) -> list[Advice]:
     """Return the advice for every precision that was deployed or timed."""
     names = precisions([*(d.precision for d in model.deployed), *(c.precision for c in model.contenders)])
     every = [_advice(model, name) for name in names]
-    base = next((advice for advice in every if advice.ship is not None), None)
-    for advice in every:
-        if advice.ship is not None and base is not None and base.ship is not None and advice is not base:
-            advice.base = base.precision
-            advice.gain = base.ship.latency.median.value / advice.ship.latency.median.value
+    shipped = [(advice, advice.ship) for advice in every if advice.ship is not None]
+    for advice, ship in shipped[1:]:
+        base, first = shipped[0]
+        advice.base, advice.gain = base.precision, first.latency.median.value / ship.latency.median.value
     return every
 
 
 def _advice(model: Model, precision: str) -> Advice:
-    timed = [c for c in model.contenders if c.precision == precision and c.error <= c.budget]
-    timed.sort(key=lambda contender: contender.latency.median.value)
+    timed = [c for c in model.by_precision.get(precision, ()) if c.error <= c.budget]
     advice = Advice(precision, None, deployed=next((d for d in model.deployed if d.precision == precision), None))
     ours = [contender for contender in timed if contender.ours]
     right = [contender for contender in ours if contender.wrong_in is None]

@@ -30,6 +30,8 @@ Kind = Literal["svg", "png"]
 
 MARKERS = {"fp32": "o", "fp16": "^", "bf16": "D", "tf32": "s", "auto": "P"}
 DASHES: dict[str, Any] = {"fp32": "-", "fp16": (0, (5, 1.5)), "bf16": (0, (2, 1.5)), "tf32": (0, (6, 1.5, 1, 1.5))}
+COLORS = {True: charts.BLUE, False: charts.ORANGE}
+"""Colours of ours and of peers."""
 OTHERS = (charts.ORANGE, "#7a4fa3", "#2f7d4f", "#b23a5c", "#8a6d3b", "#6b7480")
 LONGEST, MOST_NAMED = 26, 8
 """Maximum characters of a label, and maximum contenders named in the text of a picture."""
@@ -112,8 +114,7 @@ def precision_dots(names: Iterable[str]) -> list[Any]:
 
 def both_logarithmic(axes: Axes) -> None:
     """Make both axes logarithmic, with few plain ticks and a grid."""
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     axes.autoscale_view()
     for axis in (axes.xaxis, axes.yaxis):
         charts.logarithmic_ticks(axis)
@@ -144,7 +145,7 @@ def latencies(model: Model, kind: Kind = "svg") -> charts.Picture | None:
 
 def _distribution(axes: Axes, y: int, contender: Contender) -> None:
     """Draw a line from the fastest call to p99, a box of the middle half, the rounds' medians and the overall one."""
-    latency, color, marker = contender.latency, _color(contender), marker_of(contender.precision)
+    latency, color, marker = contender.latency, COLORS[contender.ours], marker_of(contender.precision)
     median = latency.median.value
     low, high = np.quantile([ms for calls in latency.rounds for ms in calls] or [median], [0.25, 0.75])
     axes.plot([latency.min, latency.p99], [y, y], color=color, linewidth=1, alpha=0.7, solid_capstyle="butt")
@@ -171,7 +172,7 @@ def ratios(model: Model, kind: Kind = "svg") -> charts.Picture | None:
     def draw(axes: Axes) -> None:
         axes.axvline(1, color=charts.GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         for y, (contender, ratio) in enumerate(compared):
-            color, marker = _color(contender), marker_of(contender.precision)
+            color, marker = COLORS[contender.ours], marker_of(contender.precision)
             axes.plot([ratio.low, ratio.high], [y, y], color=color, linewidth=2, solid_capstyle="butt")
             if y and contender.precision != contenders[y - 1].precision:
                 axes.axhline(y - 0.5, color="#cccccc", linewidth=0.8)
@@ -179,10 +180,6 @@ def ratios(model: Model, kind: Kind = "svg") -> charts.Picture | None:
 
     ends = [1, *(end for _, ratio in compared for end in (ratio.low, ratio.high))]
     return _in_rows(contenders, texts, ends, "times as long as the picked backend", draw, kind, alt)
-
-
-def _color(contender: Contender) -> str:
-    return charts.BLUE if contender.ours else charts.ORANGE
 
 
 def _in_rows(
@@ -208,33 +205,31 @@ def _in_rows(
         _scale(axes, numbers)
         _name_rows(axes, rows, texts)
         axes.set_xlabel(xlabel)
-        handles = [
-            dot(label, color=color)
-            for label, color, ours in (("ours", charts.BLUE, True), ("peers", charts.ORANGE, False))
-            if any(contender.ours == ours for contender in rows)
-        ]
+        handles = [dot(label, COLORS[ours]) for label, ours in _whose(rows)]
         charts.legend_above(figure, [*handles, *precision_dots([contender.precision for contender in rows])])
         return finished(figure, kind, alt)
+
+
+def _whose(contenders: Iterable[Contender]) -> list[tuple[str, bool]]:
+    """Return the labels of ours and of peers, those that are among the contenders."""
+    present = {contender.ours for contender in contenders}
+    return [(label, ours) for label, ours in (("ours", True), ("peers", False)) if ours in present]
 
 
 def _name_rows(axes: Axes, rows: Sequence[Contender], right: Sequence[str]) -> None:
     """Label the rows with the contenders on the left, the picked ones bold, and with `right` on the right."""
     several = len({c.precision for c in rows}) > 1
-    ends = (len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), [short_label(c.name) + several * f" {c.precision}" for c in rows])
     for tick, contender in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("bold" if contender.picked else "normal")
-    axes.set_ylim(*ends)
-    axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#eeeeee")
     axes.set_axisbelow(True)
     right_axes = axes.twinx()
-    right_axes.set_ylim(*ends)
     right_axes.set_yticks(range(len(rows)), [charts.literal(text) for text in right])
-    right_axes.tick_params(axis="y", length=0)
-    for side in ("left", "right"):
-        axes.spines[side].set_visible(False)
-        right_axes.spines[side].set_visible(False)
+    for side in (axes, right_axes):
+        side.set_ylim(len(rows) - 0.4, -0.6)
+        side.tick_params(axis="y", length=0)
+        side.spines[["left", "right"]].set_visible(False)
 
 
 def _scale(axes: Axes, numbers: Sequence[float]) -> None:
@@ -284,12 +279,9 @@ def roofline(results: Results, kind: Kind = "svg") -> charts.Picture | None:
             face = color if contender.ours else "white"
             axes.scatter([x], [y], s=36, marker=marker, facecolors=face, edgecolors=color, linewidths=1.3, zorder=3)
         both_logarithmic(axes)
-        axes.set_xlabel("floating-point operations per byte")
-        axes.set_ylabel("GFLOP/s")
+        axes.set(xlabel="floating-point operations per byte", ylabel="GFLOP/s")
         handles += [dot(name, color, "s") for name, color in colors.items()]
-        for label, ours in (("ours", True), ("peers", False)):
-            if any(point.contender.ours == ours for point in points):
-                handles.append(dot(label, "#777777", "o", is_filled=ours))
+        handles += [dot(label, "#777777", is_filled=ours) for label, ours in _whose(p.contender for p in points)]
         charts.legend_above(figure, [*handles, *precision_dots(point.contender.precision for point in points)], most=3)
         return finished(figure, kind, _roofline_in_words(ceilings, points))
 

@@ -469,25 +469,20 @@ def read(file: str | os.PathLike[str]) -> Results:
     Raises:
         UsageError: the file does not exist, or is not a results file of this schema.
     """
+    name = os.fspath(file)
     try:
-        document = json.loads(Path(file).read_bytes())
+        document = json.loads(Path(name).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{os.fspath(file)} is not a results file ({error}); write one with attnforge bench --out"
-        ) from None
+        raise UsageError(f"{name} is not a results file ({error}); write one with attnforge bench --out") from None
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != RESULTS_VERSION:
-        raise UsageError(
-            f"{os.fspath(file)} has schema version {version}, this attnforge reads {RESULTS_VERSION}; measure again"
-        )
+        raise UsageError(f"{name} has schema version {version}, this attnforge reads {RESULTS_VERSION}; measure again")
     try:
         return Results.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(
-            f"{os.fspath(file)} is not a valid results file: {where}: {first['msg']}; measure again"
-        ) from None
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{name} is not a valid results file: {where}: {first['msg']}; measure again") from None
 
 
 def write(results: Run, file: str | os.PathLike[str]) -> None:
