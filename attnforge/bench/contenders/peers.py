@@ -94,10 +94,11 @@ class PeerJob(Setup):
         return self.bundle.manifest.outputs[0].name
 
     def file(self, name: str, write: Callable[[Path], object]) -> Path:
-        """Return a file of this name in the folder; `write` creates it if it does not exist yet."""
+        """Return a file of this name in the folder; `write` creates it if it does not exist yet, without output."""
         file = self.folder / name
         if not file.exists():
-            write(file)
+            with quiet():
+                write(file)
         return file
 
     def torch_module(self, precision: Precision | None = None) -> torch.nn.Module:
@@ -124,14 +125,16 @@ def why_no_module(source: Source, trust_source: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Peer(Generic[T]):
-    """Another way to run, or to decode with, the same weights.
+    """A way to run, or to decode with, the same weights: another one, or a backend of the bundle.
 
     Attributes:
         what: one-line description.
-        engine: name of the engine that runs its file (:data:`ENGINES`), or of the library that `make` uses.
+        engine: name of the engine that runs its file (:data:`ENGINES`), or of the library that `make` uses; `backend`
+            for a backend of the bundle.
         file: writes its file, once; raises any error of the tool that refuses the model.
         make: returns its runner, for a peer without a file.
         any_sizes: whether it runs at other sizes than those of the job.
+        quantises: whether it computes in 8 bits, and so is a peer of 8-bit bundles only.
     """
 
     what: str
@@ -139,6 +142,7 @@ class Peer(Generic[T]):
     file: Callable[[PeerJob], Path] | None = None
     make: Callable[[PeerJob, ExitStack], T] | None = None
     any_sizes: bool = True
+    quantises: bool = False
 
     @property
     def compiles(self) -> bool:
@@ -150,9 +154,10 @@ class Peer(Generic[T]):
         """Return the runner of the model; raises any error of the tool that refuses it."""
         if self.engine == "onnxruntime" and (reason := why_no_products(job.precision.name)) is not None:
             raise UnavailableError(reason)  # before a model is exported in vain
+        if self.quantises and job.bundle.manifest.quantised is None:
+            raise UnavailableError(f"it quantises to 8 bits, but the bundle is {job.precision.name}")
         if self.file is not None:
-            runner: Any = ENGINES[self.engine](job, self.file(job), stack)
-            return runner  # type: ignore[no-any-return]
+            return ENGINES[self.engine](job, self.file(job), stack)  # type: ignore[return-value]
         assert self.make is not None
         if self.engine == "torch":
             with_threads(job.threads, stack)
@@ -268,8 +273,9 @@ def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
     return job.file(f"plain-{precision.name}.onnx", write)
 
 
-def _wide_file(job: PeerJob) -> Path:
-    """Return the exporter's graph in fp32, for OpenVINO, which converts it to the requested precision."""
+def fp32_file(job: PeerJob) -> Path:
+    """Return the exporter's graph in fp32: for quantisation tools, and for OpenVINO, which converts it to the requested
+    precision."""
     return plain_file(job, "fp32")
 
 
@@ -402,8 +408,8 @@ FLOATING: dict[str, Peer[Runner]] = {
         "ONNX Runtime after onnxruntime.transformers.optimizer", "onnxruntime", _by_optimizer
     ),
     "ort-fusions": Peer("ONNX Runtime after onnxscript's ort_fusions", "onnxruntime", _by_fusions),
-    "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", _wide_file),
-    "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", _wide_file, any_sizes=False),
+    "openvino-plain": Peer("OpenVINO on the exporter's graph", "openvino", fp32_file),
+    "openvino-static": Peer("the same, compiled for these sizes alone", "openvino-static", fp32_file, any_sizes=False),
     "onnxruntime-cuda-plain": Peer("ONNX Runtime on CUDA, on the exporter's graph", "onnxruntime-cuda", plain_file),
     "torch-tensorrt": Peer("the module through Torch-TensorRT", make=_torch_tensorrt, any_sizes=False),
 }

@@ -18,10 +18,9 @@ import torch
 
 from attnforge.arrays import Array
 from attnforge.bench.contenders.engines import Runner
-from attnforge.bench.contenders.peers import Peer, PeerJob, plain_file, torch_runner
+from attnforge.bench.contenders.peers import Peer, PeerJob, fp32_file, torch_runner
 from attnforge.errors import UnavailableError
 from attnforge.precision import precision_named
-from attnforge.quiet import quiet
 from attnforge.runtime.cases import make_inputs
 from attnforge.runtime.parity.verify import stored_inputs
 
@@ -32,26 +31,6 @@ OPTIONS: dict[str, Any] = {
     "per_channel": True, "use_external_data_format": True, "extra_options": {"MatMulConstBOnly": True},
 }  # fmt: skip
 """Options that ONNX Runtime's authors recommend for transformers with int8 weights."""
-
-
-def _check_quantised(job: PeerJob) -> None:
-    """Check that the bundle is quantised.
-
-    Raises:
-        UnavailableError: the bundle is not quantised.
-    """
-    if job.bundle.manifest.quantised is None:
-        raise UnavailableError(f"it quantises to 8 bits, but the bundle is {job.precision.name}")
-
-
-def _fp32_file(job: PeerJob) -> Path:
-    """Return the exporter's graph in fp32.
-
-    Raises:
-        UnavailableError: the bundle is not quantised.
-    """
-    _check_quantised(job)
-    return plain_file(job, "fp32")
 
 
 def _real_data(job: PeerJob) -> list[dict[str, Array]]:
@@ -71,10 +50,9 @@ def _dynamic_file(job: PeerJob) -> Path:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     def write(file: Path) -> None:
-        quantize_dynamic(_fp32_file(job), file, PRODUCTS, weight_type=QuantType.QInt8, **OPTIONS)
+        quantize_dynamic(fp32_file(job), file, PRODUCTS, weight_type=QuantType.QInt8, **OPTIONS)
 
-    with quiet():
-        return job.file("onnxruntime-dynamic.onnx", write)
+    return job.file("onnxruntime-dynamic.onnx", write)
 
 
 def _static_file(job: PeerJob) -> Path:
@@ -88,12 +66,11 @@ def _static_file(job: PeerJob) -> Path:
             return next(self._data, None)
 
     def write(file: Path) -> None:
-        source, reader = _fp32_file(job), Reader(_real_data(job))
+        source, reader = fp32_file(job), Reader(_real_data(job))
         types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
         quantize_static(source, file, reader, QuantFormat.QDQ, PRODUCTS, **types, **OPTIONS)
 
-    with quiet():
-        return job.file("onnxruntime-static.onnx", write)
+    return job.file("onnxruntime-static.onnx", write)
 
 
 def _nncf_file(job: PeerJob) -> Path:
@@ -101,19 +78,16 @@ def _nncf_file(job: PeerJob) -> Path:
     import openvino
 
     def write(file: Path) -> None:
-        source, data = _fp32_file(job), _real_data(job)
-        model = openvino.Core().read_model(source)
+        source, data = openvino.Core().read_model(fp32_file(job)), _real_data(job)
         kind = nncf.ModelType.TRANSFORMER
-        model = nncf.quantize(model, nncf.Dataset(data), model_type=kind, subset_size=len(data))
+        model = nncf.quantize(source, nncf.Dataset(data), model_type=kind, subset_size=len(data))
         openvino.save_model(model, file, compress_to_fp16=False)
 
-    with quiet():
-        return job.file("openvino-nncf.xml", write)
+    return job.file("openvino-nncf.xml", write)
 
 
 def _torchao(job: PeerJob, stack: ExitStack) -> Runner:
     """Quantise with torchao: weights per output channel, and inputs per token with ranges computed on every call."""
-    _check_quantised(job)
     torchao, fp32 = _installed("torchao.quantization"), precision_named("fp32")
     module = copy.deepcopy(job.torch_module(fp32))
     torchao.quantize_(module, torchao.Int8DynamicActivationInt8WeightConfig())
@@ -135,9 +109,9 @@ def _installed(module: str) -> Any:
 
 
 QUANTISED: dict[str, Peer[Runner]] = {
-    "onnxruntime-dynamic": Peer("ONNX Runtime's own quantize_dynamic", "onnxruntime", _dynamic_file),
-    "onnxruntime-static": Peer("ONNX Runtime's own quantize_static", "onnxruntime", _static_file),
-    "openvino-nncf": Peer("OpenVINO on what NNCF quantised, for transformers", "openvino", _nncf_file),
-    "torchao-int8": Peer("torchao's int8 through torch.compile", make=_torchao, any_sizes=False),
+    "onnxruntime-dynamic": Peer("ONNX Runtime's own quantize_dynamic", "onnxruntime", _dynamic_file, quantises=True),
+    "onnxruntime-static": Peer("ONNX Runtime's own quantize_static", "onnxruntime", _static_file, quantises=True),
+    "openvino-nncf": Peer("OpenVINO on what NNCF quantised, for transformers", "openvino", _nncf_file, quantises=True),
+    "torchao-int8": Peer("torchao's int8 through torch.compile", make=_torchao, any_sizes=False, quantises=True),
 }
 """Quantised peers, by name."""
