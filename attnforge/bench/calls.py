@@ -37,19 +37,18 @@ Caller = Entry[Runner]
 """A contender that is called with inputs."""
 
 
-class Baseline:
-    """Reference outputs for contenders at one bundle's precision: stored in the bundle, or computed by the module.
+class Baseline(PeerJob):
+    """The job of the contenders at one bundle's precision, with reference outputs: stored in the bundle, or computed by
+    the module.
 
     Attributes:
         case: the timed case.
-        job: the job that peers are loaded for.
     """
 
     def __init__(self, bundle: Bundle, sizes: Mapping[str, int], experiment: Experiment, folder: Path) -> None:
-        self.bundle, manifest = bundle, bundle.manifest
-        self.case = case = case_at(bundle, sizes)
-        feeds = reference.make_inputs(case, manifest.inputs, {})
-        self.job = PeerJob(bundle, feeds, experiment.threads, folder, experiment.module, experiment.trust_source)
+        manifest, self.case = bundle.manifest, case_at(bundle, sizes)
+        case, feeds = self.case, reference.make_inputs(self.case, manifest.inputs, {})
+        super().__init__(bundle, feeds, experiment.threads, folder, experiment.module, experiment.trust_source)
         for needed in (REFERENCE_OUTPUTS, REFERENCE_EXAMPLE) if experiment.cases else ():
             bundle.file(needed)  # fails before anything is timed if the file is missing or altered
         if any(case.name == stored.name for stored in manifest.cases):
@@ -59,7 +58,7 @@ class Baseline:
         self._outputs = {}
         for name in precisions:
             eager_at = name if manifest.eager_precision == manifest.precision else manifest.eager_precision
-            answers = expected(self.job.module, precision_named(eager_at), feeds)
+            answers = expected(self.module, precision_named(eager_at), feeds)
             if manifest.quantised is not None:  # the eager baseline is the same Q/DQ graph
                 again = as_it_is(decomposed(whole_graph(bundle, CANONICAL), sites_of(manifest.attention)))(feeds)
                 answers = {output: (again[output].reshape(-1), exact) for output, (_, exact) in answers.items()}
@@ -75,7 +74,7 @@ class Baseline:
         checked answer comes from the code that is timed.
         """
         for _ in range(RUNS_TO_WARM - 1 if entry.ours else 1):
-            entry.opened(self.job.feeds)
+            entry.opened(self.feeds)
         report = hold(self.bundle, entry.name, partial(self._answer, entry), [self.case], References({}, self._outputs))
         entry.keep(report.error, report.budget)
         return next((f"{failure.output}: {failure.reason}" for failure in report.failures), report.reason)
@@ -83,8 +82,7 @@ class Baseline:
     def in_every_case(self, entry: Caller) -> Cases:
         """Check a contender in the bundle's reference cases, at sizes that it was compiled for."""
         every = self.bundle.manifest.cases
-        any_sizes = entry.peer is None or entry.peer.any_sizes
-        cases = [case for case in every if any_sizes or case.sizes == self.case.sizes]
+        cases = [case for case in every if entry.peer.any_sizes or case.sizes == self.case.sizes]
         started: list[str] = []
 
         def run(feeds: dict[str, Array]) -> dict[str, Array]:
@@ -111,15 +109,13 @@ class Baseline:
         }
 
 
-@dataclass
 class Calls(Workload[Runner]):
     """Calls on the inputs of the baselines, one for each bundle."""
 
-    baselines: Sequence[Baseline]
-
     def why_wrong(self, entry: Caller) -> str | None:
         """See :meth:`Baseline.why_wrong`."""
-        return next(baseline for baseline in self.baselines if baseline.job is entry.job).why_wrong(entry)
+        assert isinstance(entry.job, Baseline)
+        return entry.job.why_wrong(entry)
 
     def time(self, entries: Mapping[str, Caller], rounds: int, seconds: float, seed: int) -> Times:
         """Return the milliseconds of every call."""
@@ -132,14 +128,11 @@ def callers(experiment: Experiment, baseline: Baseline, skipped: dict[str, str])
     Raises:
         UnavailableError: a backend that was requested by name cannot run here.
     """
-    job, precision = baseline.job, baseline.job.precision.name
-    chosen = chosen_here(job.bundle) if experiment.backends is None else None
-
-    def refused(name: str) -> str | None:
-        """Return why `auto` never loads a backend, or None."""
-        return chosen.dropped.get(name) if chosen is not None and not REGISTRY[name].targets else None
-
-    return entries_of(experiment, job, BACKENDS, open_backend, PEERS, refused, skipped, f" {precision}")
+    suffix = f" {baseline.precision.name}"
+    chosen = chosen_here(baseline.bundle) if experiment.backends is None else None
+    dropped = chosen.dropped if chosen is not None else {}
+    never_loaded = {name: reason for name, reason in dropped.items() if not REGISTRY[name].targets}  # by `auto`
+    return entries_of(experiment, baseline, BACKENDS, open_backend, PEERS, never_loaded, skipped, suffix)
 
 
 def check_all_cases(
@@ -148,7 +141,7 @@ def check_all_cases(
     """Check ours in all of a bundle's reference cases, then every peer that is as fast as our fastest right backend, or
     as the picked one if that is slower: a faster peer that is wrong elsewhere is not a better choice."""
     for baseline in baselines:
-        of_bundle = [(entry, contender) for entry, contender in pairs if entry.job is baseline.job]
+        of_bundle = [(entry, contender) for entry, contender in pairs if entry.job is baseline]
         _check_cases(experiment, baseline, [pair for pair in of_bundle if pair[1].ours])
         right = [contender for _, contender in of_bundle if contender.ours and contender.wrong_in is None]
         fastest = min((contender.latency.median.value for contender in right), default=math.inf)

@@ -281,19 +281,19 @@ class _Change:
 
     Attributes:
         was, now: the contender in the old and the new run.
+        drift: how many times as long the machine takes, by the peers; None without peers.
         log: logarithm of its ratio to the peers now over that before.
         below, above: extent of the interval to either side.
         variance: variance of `log`, by the scatter of loads or rounds.
-        drift: how many times as long the machine takes, by the peers; None without peers.
     """
 
     was: Contender
     now: Contender
+    drift: float | None
     log: float
     below: float
     above: float
     variance: float
-    drift: float | None
 
 
 def _changes(before: Model, after: Model) -> list[_Change]:
@@ -308,10 +308,7 @@ def _changes(before: Model, after: Model) -> list[_Change]:
     variances = ((below + above) / 2 / reach(after.openings)) ** 2
     numbers = np.stack([logs - drift, below, above, variances]).T.tolist()
     times = math.exp(drift) if peers else None
-    return [
-        _Change(*pair, log, lower, upper, variance, times)
-        for pair, (log, lower, upper, variance) in zip(pairs, numbers, strict=True)
-    ]
+    return [_Change(*pair, times, *of_pair) for pair, of_pair in zip(pairs, numbers, strict=True)]
 
 
 def _times(contenders: Sequence[Contender], has_peers: bool) -> Array:

@@ -23,9 +23,9 @@ from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.decoding.stepper import Stepper, ours
 from attnforge.bench.contenders.peers import PeerJob, expected, why_no_module, with_threads
 from attnforge.bench.experiment import Experiment, finished, new_run, source_text
-from attnforge.bench.interval import latency_of, per_second, ratio_of
+from attnforge.bench.interval import per_second, ratio_of
 from attnforge.bench.limits.work import work_of
-from attnforge.bench.race import Entry, Raced, Times, Workload, entries_of, run_race
+from attnforge.bench.race import Entry, Times, Workload, entries_of, run_race
 from attnforge.bench.results import DecodingContender, DecodingResults, FirstToken, StepLimit, StepTime
 from attnforge.bundle import CANONICAL, PLAIN, Case, DimSpec
 from attnforge.errors import UsageError
@@ -34,7 +34,7 @@ from attnforge.export.graphs.saving import load_graph, with_weights_of
 from attnforge.export.sources.named import check_trusted
 from attnforge.memory import resident
 from attnforge.runtime.backends.eager import run, torch_dtype
-from attnforge.runtime.backends.registry import ON_GPU, STEPPING
+from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, STEPPING
 from attnforge.runtime.parity.budget import budget_precision, judge
 from attnforge.runtime.race import in_turns, seconds_of
 
@@ -103,29 +103,30 @@ def measure_decoding(
         folder = stack.enter_context(temporary_folder())
         with_threads(experiment.threads, stack)
         job = PeerJob(bundle, {spec.name: ids}, experiment.threads, folder, experiment.module, experiment.trust_source)
-        truth = ReferenceLogits.of(experiment, job)
+        weights, cached = _weights(job), {context: _cached(job, context) for context in contexts}
+        truth = ReferenceLogits.of(experiment, job, weights)
         results = DecodingResults(
             **run_of, model=manifest.name, precision=manifest.precision, source=source_text(manifest.source),
             batch=batch, places=decoding.places, steps=STEPS, contexts=contexts,
             prompts=prompts if experiment.memory else [], rounds=experiment.rounds, openings=len(experiment.shares),
             held_to="float64" if truth.is_float64 else "eager",
         )  # fmt: skip
-        copies = _copies(job, contexts) if experiment.memory else {}
-        workloads: list[Prompt] = []
+        steps, firsts = list[Steps](), list[Prompt]()
         for before, context in zip([0, *contexts], contexts, strict=False):
             at = f"at {context:,} tokens"
-            workloads.append(Steps(f"check {at}", f"steps {at}", truth, ids, context, at, before, copies.get(context)))
+            copied = weights + cached[context] if experiment.memory else None
+            steps.append(Steps(f"check {at}", f"steps {at}", truth, ids, context, at, before, copied))
         for count in results.prompts:
             of = f"of {count:,} tokens"
-            workloads.append(Prompt(f"check the prompt {of} on", f"prompts {of}", truth, ids, count, f"prompt {of}"))
-        entries = entries_of(experiment, job, STEPPING, ours, DECODING_PEERS, _refused, results.skipped)
-        raced = run_race(experiment, entries, workloads, results.skipped, stack)
-        results.wrong = raced.wrong
-        for context, copy, times in zip(copies, copies.values(), raced.times, strict=False):
-            latency = latency_of(times[COPY], raced.openings)
-            results.limits[context] = StepLimit(weights=copy.weights, cache=copy.cache, latency=latency)
-        results.contenders = [_contender(entry, raced, results) for entry in raced.entries]
-        for entry, contender in zip(raced.entries, results.contenders, strict=True):
+            firsts.append(Prompt(f"check the prompt {of} on", f"prompts {of}", truth, ids, count, f"prompt {of}"))
+        others = {name: f"{name} cannot run steps" for name in BACKENDS if name not in STEPPING}
+        contenders = entries_of(experiment, job, STEPPING, ours, DECODING_PEERS, others, results.skipped)
+        entries, results.wrong = run_race(experiment, contenders, [*steps, *firsts], results.skipped, stack)
+        for step in steps if experiment.memory else ():
+            limit = StepLimit(weights=weights, cache=cached[step.count], latency=step.latency(COPY))
+            results.limits[step.count] = limit
+        results.contenders = [_contender(entry, steps, firsts, results) for entry in entries]
+        for entry, contender in zip(entries, results.contenders, strict=True):
             if experiment.memory:
                 experiment.progress(f"measure the memory of steps of {entry.name}")
                 contender.growth = _growth(entry, ids, contexts[0])
@@ -133,7 +134,7 @@ def measure_decoding(
         for contender in results.contenders:
             of_best = [*best.steps, *best.first_tokens]
             for timed, fastest in zip([*contender.steps, *contender.first_tokens], of_best, strict=True):
-                timed.ratio = ratio_of(timed.latency.rounds, fastest.latency.rounds, raced.openings)
+                timed.ratio = ratio_of(timed.latency.rounds, fastest.latency.rounds, timed.latency.openings)
     return finished(results, start)
 
 
@@ -151,10 +152,6 @@ def _fitting(what: str, asked: Sequence[int] | None, usual: Sequence[int], most:
         wrong = next((tokens for tokens in asked if not 1 <= tokens <= most), "none")
         raise UsageError(f"{what}: {wrong} given; the caches hold {capacity} tokens, so give 1 to {most}")
     return sorted(set(asked))
-
-
-def _refused(backend: str) -> str | None:
-    return None if backend in STEPPING else f"{backend} cannot run steps"
 
 
 # --- reference logits -------------------------------------------------------------------------------------------------
@@ -175,15 +172,20 @@ class ReferenceLogits:
     is_float64: bool
 
     @classmethod
-    def of(cls, experiment: Experiment, job: PeerJob) -> ReferenceLogits:
+    def of(cls, experiment: Experiment, job: PeerJob, weights: int) -> ReferenceLogits:
         """Compute the logits with the module if it is available, otherwise with the exported graph in the bundle.
+
+        Args:
+            experiment: receives the progress.
+            job: gives the token ids and the module.
+            weights: bytes of weights that a step reads.
 
         Raises:
             UsageError: neither is available.
         """
         manifest = job.bundle.manifest
         (ids,) = job.feeds.values()
-        is_float64 = 2.0 * _weights(job) / job.precision.dtype.itemsize * ids.size < MOST_OPERATIONS
+        is_float64 = 2.0 * weights / job.precision.dtype.itemsize * ids.size < MOST_OPERATIONS
         experiment.progress(f"compute reference logits, in {'float64' if is_float64 else 'eager mode'}")
         if is_at_hand(job) and is_float64:
             eager, exact = expected(job.module, job.precision, job.feeds)[job.output]
@@ -228,7 +230,7 @@ class Prompt(Workload[Stepper]):
         count: tokens of the prompt.
         where: name of the checked logits.
         before: tokens already in the contenders' caches when they are checked.
-        copy: the copy that takes turns with the contenders; None where no limit is measured.
+        copied: bytes of the copy that takes turns with the contenders; None where no limit is measured.
     """
 
     truth: ReferenceLogits
@@ -236,7 +238,7 @@ class Prompt(Workload[Stepper]):
     count: int
     where: str
     before: int = 0
-    copy: Copy | None = None
+    copied: int | None = None
 
     def why_wrong(self, entry: Entry[Stepper]) -> str | None:
         """Check the logits of the prompt's last token."""
@@ -247,8 +249,8 @@ class Prompt(Workload[Stepper]):
     def time(self, entries: Mapping[str, Entry[Stepper]], rounds: int, seconds: float, seed: int) -> Times:
         """Return the milliseconds of a turn's calls, of all contenders and of :data:`COPY`."""
         turns: dict[str, Callable[[], list[float]]] = {key: partial(self.turn, e.opened) for key, e in entries.items()}
-        if self.copy is not None:
-            turns[COPY] = self.copy.turn()
+        if self.copied is not None:
+            turns[COPY] = _copying(self.copied)
         return in_turns(turns, rounds, fewest=rounds, seed=seed)
 
     def turn(self, stepper: Stepper) -> list[float]:
@@ -276,37 +278,23 @@ class Steps(Prompt):
         return [1e3 * seconds_of(partial(stepper.extend, token)) for token in tokens][1:]
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A copy that moves as many bytes as a step reads: half of them read, half written.
-
-    Attributes:
-        weights: bytes of weights that a step reads.
-        cache: bytes of filled cache.
-    """
-
-    weights: int
-    cache: int
-
-    def turn(self) -> Callable[[], list[float]]:
-        """Return a function that makes copies in its own memory and returns their milliseconds, without the first."""
-        memory = torch.ones(2, (self.weights + self.cache) // 8 + 1)
-        source, target = memory[:, : (self.weights + self.cache) // (2 * memory.itemsize)]
-        return lambda: [1e3 * seconds_of(partial(target.copy_, source)) for _ in range(STEPS + 1)][1:]
+def _copying(size: int) -> Callable[[], list[float]]:
+    """Return a function that makes copies in its own memory and returns their milliseconds, without the first. A copy
+    moves `size` bytes, as many as a step reads: half of them read, half written."""
+    memory = torch.ones(2, size // 8 + 1)
+    source, target = memory[:, : size // (2 * memory.itemsize)]
+    return lambda: [1e3 * seconds_of(partial(target.copy_, source)) for _ in range(STEPS + 1)][1:]
 
 
-def _copies(job: PeerJob, contexts: Sequence[int]) -> dict[int, Copy]:
-    """Return the bytes that a step reads at least, by context."""
-    weights, copies = _weights(job), {}
-    for context in contexts:
-        cache = 0
-        for site in job.decoding.caches:
-            seen = min(context, site.window or context)
-            for spec in (site.key, site.value):
-                heads, _, size = (dim for dim in spec.dims[1:] if isinstance(dim, int))
-                cache += job.batch * heads * seen * size * np.dtype(spec.dtype).itemsize
-        copies[context] = Copy(weights, cache)
-    return copies
+def _cached(job: PeerJob, context: int) -> int:
+    """Return the bytes of filled cache that a step reads."""
+    size = 0
+    for site in job.decoding.caches:
+        seen = min(context, site.window or context)
+        for spec in (site.key, site.value):
+            heads, _, head_dim = (dim for dim in spec.dims[1:] if isinstance(dim, int))
+            size += job.batch * heads * seen * head_dim * np.dtype(spec.dtype).itemsize
+    return size
 
 
 def _weights(job: PeerJob) -> int:
@@ -332,20 +320,18 @@ def _growth(entry: Entry[Stepper], ids: Array, context: int) -> float | None:
     return None if before is None or after is None else (after - before) / count
 
 
-def _contender(entry: Entry[Stepper], raced: Raced[Stepper], results: DecodingResults) -> DecodingContender:
-    times = [of_workload[entry.key] for of_workload in raced.times]
-    steps = []
-    for context, rounds in zip(results.contexts, times, strict=False):
-        latency, limit = latency_of(rounds, raced.openings), results.limits.get(context)
+def _contender(
+    entry: Entry[Stepper], steps: Sequence[Steps], firsts: Sequence[Prompt], results: DecodingResults
+) -> DecodingContender:
+    times = []
+    for step in steps:
+        latency, limit = step.latency(entry.key), results.limits.get(step.count)
         is_elsewhere = entry.name in ON_GPU  # the limit is a copy in the host's memory
-        share = None if limit is None or is_elsewhere else ratio_of(limit.latency.rounds, rounds, raced.openings)
+        share = None if limit is None or is_elsewhere else ratio_of(limit.latency.rounds, latency.rounds, step.openings)
         rate = per_second(latency.median, results.batch)
-        steps.append(StepTime(context=context, latency=latency, per_second=rate, share=share))
-    firsts = [
-        FirstToken(prompt=prompt, latency=latency_of(rounds, raced.openings))
-        for prompt, rounds in zip(results.prompts, times[len(steps) :], strict=True)
-    ]
+        times.append(StepTime(context=step.count, latency=latency, per_second=rate, share=share))
     return DecodingContender(
-        name=entry.name, ours=entry.ours, what=entry.what, error=entry.error, budget=entry.budget, notes=entry.notes,
-        steps=steps, first_tokens=firsts,
+        name=entry.name, ours=entry.ours, what=entry.peer.what, error=entry.error, budget=entry.budget,
+        notes=entry.notes, steps=times,
+        first_tokens=[FirstToken(prompt=first.count, latency=first.latency(entry.key)) for first in firsts],
     )  # fmt: skip

@@ -16,6 +16,8 @@ from typing import ClassVar, Generic
 
 from attnforge.bench.contenders.peers import Peer, PeerJob, T
 from attnforge.bench.experiment import Experiment
+from attnforge.bench.interval import latency_of
+from attnforge.bench.results import Latency
 from attnforge.errors import BundleError, UnavailableError, first_line
 from attnforge.runtime.backends.registry import why_not_unasked, why_unavailable
 
@@ -31,8 +33,8 @@ class Entry(Generic[T]):
         job: the bundle and inputs that it is loaded for.
         name: name of the backend or peer.
         key: unique name among all contenders.
-        opener: loads the contender and returns its runner.
-        peer: the peer; None for a backend of the bundle.
+        ours: whether it is a backend of the bundle.
+        peer: describes and loads it.
         error, budget: error closest to its budget over all checks, relative to float64, and that budget.
         notes: what could not be measured, and why.
         opened: the runner, once loaded; closing `stack` closes it.
@@ -41,40 +43,25 @@ class Entry(Generic[T]):
     job: PeerJob
     name: str
     key: str
-    opener: Callable[[ExitStack], T]
-    peer: Peer[T] | None = None
+    ours: bool
+    peer: Peer[T]
     error: float = 0.0
     budget: float = 0.0
     notes: list[str] = field(default_factory=list)
     opened: T = field(init=False)
     stack: ExitStack | None = None
 
-    @property
-    def ours(self) -> bool:
-        """Whether it is a backend of the bundle."""
-        return self.peer is None
-
-    @property
-    def what(self) -> str:
-        """One-line description."""
-        return self.peer.what if self.peer is not None else f"the bundle on {self.name}"
-
-    @property
-    def stays(self) -> bool:
-        """Whether it stays loaded for all rounds."""
-        return self.peer is not None and self.peer.compiles
-
     def open(self, stack: ExitStack) -> None:
-        """Load it again, until `stack` closes, unless it stays loaded.
+        """Load it again, until `stack` closes, unless it is compiled and stays loaded for all rounds.
 
         The previous load is closed only after this one: memory freed before would be reused page for page, and the
         speed would repeat with it.
         """
-        if self.stays and self.stack is not None:
+        if self.peer.compiles and self.stack is not None:
             return
         new, previous = stack.enter_context(ExitStack()), self.stack
         try:
-            self.opened = self.opener(new)
+            self.opened = self.peer.open(self.job, new)
         finally:
             if previous is not None:
                 previous.close()
@@ -93,6 +80,8 @@ class Workload(ABC, Generic[T]):
     Attributes:
         checking: progress text before a contender's name while it is checked.
         timing: progress text for what is timed.
+        times: the times, by key, including those of contenders that were wrong later.
+        openings: number of rounds of each load, in order.
         in_last_opening_alone: whether it is timed only in the last load, in rounds of its own.
     """
 
@@ -100,6 +89,12 @@ class Workload(ABC, Generic[T]):
 
     checking: str
     timing: str
+    times: Times = field(default_factory=dict, init=False)
+    openings: list[int] = field(default_factory=list, init=False)
+
+    def latency(self, key: str) -> Latency:
+        """Return the milliseconds of a contender."""
+        return latency_of(self.times[key], self.openings)
 
     @abstractmethod
     def why_wrong(self, entry: Entry[T]) -> str | None:
@@ -117,41 +112,27 @@ class Workload(ABC, Generic[T]):
         """
 
 
-@dataclass
-class Raced(Generic[T]):
-    """The outcome of a race.
-
-    Attributes:
-        entries: the contenders that were right in every load, and are still open.
-        times: times of each workload, by key, including those of contenders that were wrong later.
-        openings: number of rounds of each load, in order.
-        wrong: why contenders whose answers are wrong have no time, by key.
-    """
-
-    entries: list[Entry[T]]
-    times: list[Times]
-    openings: list[int]
-    wrong: dict[str, str]
-
-
 def run_race(
     experiment: Experiment,
     contenders: Iterable[Entry[T]],
     workloads: Sequence[Workload[T]],
     skipped: dict[str, str],
     stack: ExitStack,
-) -> Raced[T]:
+) -> tuple[list[Entry[T]], dict[str, str]]:
     """Load all contenders for every share of the rounds, check them, and time them in turns.
 
     Args:
         experiment: gives the numbers of rounds and loads.
         contenders: the contenders, in the order of the results.
-        workloads: workloads that are timed in every load, one after another; the first one must be timed in all loads.
+        workloads: workloads that are timed in every load, one after another; they receive the times.
         skipped: why other contenders cannot run, by key; contenders that fail are added.
         stack: closes what is still open at the end.
+
+    Returns:
+        the contenders that were right in every load, and are still open; and why those whose answers are wrong have no
+        time, by key.
     """
-    entries, wrong, openings = {entry.key: entry for entry in contenders}, dict[str, str](), list[int]()
-    times: list[Times] = [{} for _ in workloads]
+    entries, wrong = {entry.key: entry for entry in contenders}, dict[str, str]()
     count = len(experiment.shares)
 
     def each(words: str, act: Callable[[Entry[T]], str | None], opening: int) -> None:
@@ -165,7 +146,7 @@ def run_race(
             except Exception as error:  # a peer that cannot run the model is a result, not a failure of the benchmark
                 reason, reasons = first_line(error), wrong if entry.ours else skipped
             if reason is not None:
-                if any(entry.key in of_workload for of_workload in times):
+                if any(entry.key in workload.times for workload in workloads):
                     reason += f" (in load {opening + 1} of {count}; it was right before)"
                 reasons[entry.key] = reason
                 if entry.stack is not None:
@@ -174,22 +155,21 @@ def run_race(
 
     for i, share in enumerate(experiment.shares):
         each("open", lambda entry: entry.open(stack), i)
-        openings.append(0)
-        for workload, so_far in zip(workloads, times, strict=True):
+        for workload in workloads:
             if workload.in_last_opening_alone and i + 1 < count:
                 continue
             each(workload.checking, workload.why_wrong, i)
             experiment.progress(f"time {workload.timing}{f', load {i + 1} of {count}' if count > 1 else ''}")
-            for key, rounds in workload.time(entries, share, experiment.seconds / count, seed=i).items():
-                so_far.setdefault(key, []).extend(rounds)
-                if workload is workloads[0]:
-                    openings[i] = len(rounds)  # of every contender
+            times = workload.time(entries, share, experiment.seconds / count, seed=i)
+            workload.openings.append(max(map(len, times.values()), default=0))  # of every contender
+            for key, rounds in times.items():
+                workload.times.setdefault(key, []).extend(rounds)
     for entry in entries.values():
-        if entry.stays and len(openings) > 1:
+        if entry.peer.compiles and count > 1:
             entry.notes.append(
                 "compiled once, because that takes long: its interval does not cover differences between loads"
             )
-    return Raced(list(entries.values()), times, openings, wrong)
+    return list(entries.values()), wrong
 
 
 def entries_of(
@@ -198,7 +178,7 @@ def entries_of(
     known: Sequence[str],
     open_ours: Callable[[str, PeerJob, ExitStack], T],
     peers: Mapping[str, Peer[T]],
-    refused: Callable[[str], str | None],
+    dropped: Mapping[str, str],
     skipped: dict[str, str],
     suffix: str = "",
 ) -> Iterator[Entry[T]]:
@@ -210,7 +190,7 @@ def entries_of(
         known: all backends.
         open_ours: loads a backend.
         peers: all peers, by name.
-        refused: returns why a backend is not tried, or None.
+        dropped: why other backends are not tried, by name.
         skipped: receives the reasons of backends that cannot run, by key.
         suffix: suffix of the keys.
 
@@ -219,11 +199,12 @@ def entries_of(
     """
     why_not = why_not_unasked if experiment.backends is None else why_unavailable
     for name in experiment.backends or known:
-        if (reason := refused(name) or why_not(job.bundle, name)) is None:
-            yield Entry(job, name, f"{name}{suffix}", partial(open_ours, name, job))
+        if (reason := dropped.get(name) or why_not(job.bundle, name)) is None:
+            ours = Peer(f"the bundle on {name}", "backend", make=partial(open_ours, name))
+            yield Entry(job, name, f"{name}{suffix}", True, ours)
         elif experiment.backends is None:
             skipped[f"{name}{suffix}"] = reason
         else:
             raise UnavailableError(f"{name}: {reason}")
     for name in experiment.against:
-        yield Entry(job, name, f"{name}{suffix}", partial(peers[name].open, job), peers[name])
+        yield Entry(job, name, f"{name}{suffix}", False, peers[name])

@@ -16,18 +16,16 @@ from typing import Any, Literal, overload
 from attnforge.atomic import temporary_folder
 from attnforge.bench.calls import Baseline, Caller, Calls, Load, callers, check_all_cases, loads
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
-from attnforge.bench.contenders.engines import Runner
 from attnforge.bench.contenders.peers import why_no_module, with_threads
 from attnforge.bench.contenders.registry import ON_GPU as GPU_PEERS
 from attnforge.bench.contenders.registry import PEERS, expanded, peers_here
 from attnforge.bench.decoding import measure_decoding
-from attnforge.bench.experiment import ROUNDS, Experiment, StageCallback, case_at, new_run, source_text
-from attnforge.bench.experiment import finished as finished
-from attnforge.bench.interval import latency_of, per_second, ratio_of
+from attnforge.bench.experiment import ROUNDS, Experiment, StageCallback, case_at, finished, new_run, source_text
+from attnforge.bench.interval import per_second, ratio_of
 from attnforge.bench.limits import Ceilings, limit_seconds
 from attnforge.bench.limits.ceilings import measure_ceilings
 from attnforge.bench.limits.work import work_of
-from attnforge.bench.race import Raced, Workload, run_race
+from attnforge.bench.race import run_race
 from attnforge.bench.results import Contender, DecodingResults, Deployed, Model, Results, Throughput
 from attnforge.bench.starts import measure_starts_and_memory
 from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
@@ -186,38 +184,38 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         with_threads(experiment.threads, stack)  # closing a contender restores torch's threads, so set them here
         baselines = [Baseline(bundle, sizes, experiment, folder) for bundle in experiment.bundles]
         dims = ", ".join(f"{name} {size}" for name, size in case.sizes.items())
-        calls = Calls("check", f"{manifest.name} at {dims}" if dims else manifest.name, baselines)
-        workloads = [calls, *(loads(experiment.bundles[0], case) if experiment.throughput else ())]
+        calls = Calls("check", f"{manifest.name} at {dims}" if dims else manifest.name)
+        throughputs = list(loads(experiment.bundles[0], case)) if experiment.throughput else []
         skipped = dict(experiment.skipped)
-        entries = (entry for baseline in baselines for entry in callers(experiment, baseline, skipped))
-        raced = run_race(experiment, entries, workloads, skipped, stack)
-        contenders = [_contender(entry, raced, workloads) for entry in raced.entries]
+        every = (entry for baseline in baselines for entry in callers(experiment, baseline, skipped))
+        entries, wrong = run_race(experiment, every, [calls, *throughputs], skipped, stack)
+        contenders = [_contender(entry, calls, throughputs) for entry in entries]
         _compare(experiment, contenders)
-        pairs = list(zip(raced.entries, contenders, strict=True))
+        pairs = list(zip(entries, contenders, strict=True))
         measure_starts_and_memory(experiment, pairs, case)
         if experiment.cases:
             check_all_cases(experiment, baselines, pairs)
     model = Model(
         name=manifest.name, sizes=case.sizes,
         inputs={spec.name: f"{spec.dtype}{list(reference.shape_of(spec, case.sizes))}" for spec in manifest.inputs},
-        rounds=sum(raced.openings), deployed=[_deployed(bundle) for bundle in experiment.bundles],
-        contenders=contenders, wrong=raced.wrong, skipped=skipped,
+        rounds=sum(calls.openings), deployed=[_deployed(bundle) for bundle in experiment.bundles],
+        contenders=contenders, wrong=wrong, skipped=skipped,
     )  # fmt: skip
     if ceilings is not None:
         _compare_with_limits(experiment.bundles, model, ceilings)
     return model
 
 
-def _contender(entry: Caller, raced: Raced[Runner], workloads: Sequence[Workload[Runner]]) -> Contender:
+def _contender(entry: Caller, calls: Calls, throughputs: Sequence[Load]) -> Contender:
     rates = [
-        Throughput(batch=load.batch, callers=load.callers, per_second=per_second(latency_of(times[entry.key]).median))
-        for load, times in zip(workloads, raced.times, strict=True)
-        if isinstance(load, Load) and entry.key in times
+        Throughput(batch=load.batch, callers=load.callers, per_second=per_second(load.latency(entry.key).median))
+        for load in throughputs
+        if entry.key in load.times
     ]
     return Contender(
-        name=entry.name, precision=entry.job.precision.name, ours=entry.ours, what=entry.what, error=entry.error,
-        budget=entry.budget, latency=latency_of(raced.times[0][entry.key], raced.openings), throughput=rates,
-        size_mb=_size_mb(entry), notes=entry.notes,
+        name=entry.name, precision=entry.job.precision.name, ours=entry.ours, what=entry.peer.what, error=entry.error,
+        budget=entry.budget, latency=calls.latency(entry.key), throughput=rates, size_mb=_size_mb(entry),
+        notes=entry.notes,
     )  # fmt: skip
 
 
@@ -241,7 +239,7 @@ def _size_mb(entry: Caller) -> float | None:
     """Return the MB of the files that a contender loads; None for a peer in torch."""
     bundle, manifest = entry.job.bundle, entry.job.bundle.manifest
     record = manifest.targets.get(entry.name)
-    if entry.peer is not None:
+    if not entry.ours:
         file = entry.peer.file(entry.job) if entry.peer.file is not None else None
         files = [] if file is None else [file, *file.parent.glob(f"{file.name}.data")]
     elif record is not None and record.engines:

@@ -78,21 +78,20 @@ def _subjects(
     note with the reason."""
     for entry, contender in pairs:
         peer, bundle = entry.peer, entry.job.bundle
-        if peer is not None and experiment.fresh_peers is not None and entry.name not in experiment.fresh_peers:
+        if not entry.ours and experiment.fresh_peers is not None and entry.name not in experiment.fresh_peers:
             continue
-        if peer is not None and peer.compiles:
+        if peer.compiles:
             contender.notes.append(
                 "its start and memory are not measured: compiled code is cached on disk, so no start is cold"
             )
-        elif peer is not None and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
+        elif not entry.ours and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
             contender.notes.append("its start and memory are not measured: another process cannot rebuild the module")
         else:
             request = alone.RunRequest(
-                bundle=str(bundle.path.absolute()), contender=entry.name,
-                engine="backend" if peer is None else peer.engine,
-                file=str(peer.file(entry.job).absolute()) if peer is not None and peer.file is not None else None,
+                bundle=str(bundle.path.absolute()), contender=entry.name, engine=peer.engine,
+                file=str(peer.file(entry.job).absolute()) if peer.file is not None else None,
                 sizes=case.sizes, threads=experiment.threads, folder=str(entry.job.folder.absolute()),
-                any_sizes=peer is None or peer.any_sizes, warm=False, trust_source=experiment.trust_source,
+                any_sizes=peer.any_sizes, warm=False, trust_source=experiment.trust_source,
                 stands=str(Path.cwd()), trusted=[str(key) for key in bundle.trusted],
             )  # fmt: skip
             yield contender, request

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from attnforge.atomic import temporary_folder
 from attnforge.bench.experiment import Experiment as Bench
+from attnforge.bench.experiment import finished
 from attnforge.bench.results import Growth, Model, Results
-from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
+from attnforge.bench.run import new_results
 from attnforge.machine import processors
 from attnforge.model.registry import Example
 from benchmarks.experiment import OF_LIMIT, Claim, Experiment, claims_table, say, where

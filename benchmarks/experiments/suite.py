@@ -20,12 +20,13 @@ from attnforge.atomic import temporary_folder
 from attnforge.bench import results as files
 from attnforge.bench.contenders.registry import peers_here
 from attnforge.bench.experiment import Experiment as Bench
+from attnforge.bench.experiment import finished
 from attnforge.bench.interval import ratio_of
 from attnforge.bench.limits import Ceilings, limit_seconds
 from attnforge.bench.page import decimals_of
 from attnforge.bench.results import Growth, Interval, Model, Results, Series
-from attnforge.bench.run import finished, new_results
 from attnforge.bench.run import measure as measure_bundles
+from attnforge.bench.run import new_results
 from attnforge.bundle import Bundle
 from attnforge.export.sources.named import build
 from attnforge.machine import processors

@@ -140,8 +140,10 @@ def _bias(op: Builder, mask: ir.Value) -> ir.Value:
 
 def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
     query, key, value = inputs_of(node)[:3]
-    heads, groups, size = _heads(node)
-    scale = node.attributes.get_float("scale", 1 / math.sqrt(size))
+    (_, heads, _, size), (_, key_heads, *_) = dims_of(query), dims_of(key)
+    if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(size, int)):
+        raise UnavailableError(f"the number of heads of {node.name} is unknown")
+    scale, groups = node.attributes.get_float("scale", 1 / math.sqrt(size)), heads // key_heads
     assert scale is not None
 
     def repeated(operand: ir.Value) -> ir.Value:
@@ -154,14 +156,6 @@ def _products(op: Builder, node: ir.Node, bias: ir.Value) -> ir.Value:
     scores = op.MatMul(query, op.Transpose(repeated(key), perm=[0, 1, 3, 2]))
     scores = op.Add(op.Mul(scores, constant(op, scale, ir.DataType.FLOAT)), bias)
     return op.MatMul(op.Softmax(scores, axis=-1), repeated(value))
-
-
-def _heads(node: ir.Node) -> tuple[int, int, int]:
-    """Return the number of query heads, how many of them share a key head, and the head size."""
-    (_, heads, _, size), (_, key_heads, *_) = (dims_of(operand) for operand in inputs_of(node)[:2])
-    if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(size, int)):
-        raise UnavailableError(f"the number of heads of {node.name} is unknown")
-    return heads, heads // key_heads, size
 
 
 def with_rotary_operator(model: ir.Model, sites: list[Site]) -> None:
