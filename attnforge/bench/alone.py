@@ -102,13 +102,11 @@ def _main(request: RunRequest, progress: Progress) -> FreshRun:
         if request.warm and request.engine == "backend":
             run(feeds)  # prepares for repeated sizes
         extra = peak() - before
-    memory = None
-    if is_reset:
-        loaded_mib, extra_mib = before / 2**20, extra / 2**20
-        peak_mib = max(most / 2**20, loaded_mib + extra_mib)
-        memory = MemoryUse(loaded_mib=loaded_mib, peak_mib=peak_mib, extra_mib=extra_mib)
+    loaded_mib, extra_mib = before / 2**20, extra / 2**20
+    peak_mib = max(most / 2**20, loaded_mib + extra_mib)
+    memory = MemoryUse(loaded_mib=loaded_mib, peak_mib=peak_mib, extra_mib=extra_mib)
     cold = Cold(import_s=imported - STARTED, load_s=loaded - prepared, first_s=first - started)
-    return FreshRun(cold=cold, memory=memory)
+    return FreshRun(cold=cold, memory=memory if is_reset else None)
 
 
 LIBRARIES = {"openvino": "openvino", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}

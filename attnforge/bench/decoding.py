@@ -8,7 +8,6 @@ rewinds to the context, takes an untimed step, and then the timed ones.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from attnforge.atomic import temporary_folder
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.decoding.stepper import Stepper, ours
 from attnforge.bench.contenders.peers import PeerJob, expected, why_no_module, with_threads
-from attnforge.bench.experiment import Experiment, finished, new_run, source_text
+from attnforge.bench.experiment import Experiment, new_run, source_text
 from attnforge.bench.interval import per_second, ratio_of
 from attnforge.bench.limits.work import work_of
 from attnforge.bench.race import Entry, Times, Workload, entries_of, run_race
@@ -79,7 +78,7 @@ def measure_decoding(
         UntrustedError: a peer needs the source that the manifest names, which is not trusted.
         UnavailableError: a backend that was requested by name cannot run steps here.
     """
-    start, (bundle,) = time.perf_counter(), experiment.bundles
+    (bundle,) = experiment.bundles
     manifest, decoding = bundle.manifest, bundle.manifest.decoding
     if decoding is None:
         raise UsageError(
@@ -135,7 +134,7 @@ def measure_decoding(
             of_best = [*best.steps, *best.first_tokens]
             for timed, fastest in zip([*contender.steps, *contender.first_tokens], of_best, strict=True):
                 timed.ratio = ratio_of(timed.latency.rounds, fastest.latency.rounds, timed.latency.openings)
-    return finished(results, start)
+    return results
 
 
 def _fitting(what: str, asked: Sequence[int] | None, usual: Sequence[int], most: int, capacity: int) -> list[int]:

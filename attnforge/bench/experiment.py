@@ -15,7 +15,7 @@ import numpy as np
 
 from attnforge.bench.results import Environment, Run
 from attnforge.bundle import Bundle, Case, Source
-from attnforge.errors import UnknownNameError, UsageError
+from attnforge.errors import UsageError, check_known
 from attnforge.machine import this_machine, tool_versions
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS
@@ -85,8 +85,8 @@ class Experiment:
                 precision.
         """
         for kind, names, known in (("backend", self.backends or (), BACKENDS), ("peer", self.against, tuple(peers))):
-            if unknown := [name for name in names if name not in known]:
-                raise UnknownNameError(kind, unknown[0], known)
+            for name in names:
+                check_known(kind, name, known)
         for count, what in ((self.rounds, "rounds"), (self.openings, "openings")):
             if count < 1:
                 raise UsageError(f"{count} {what} were asked for; give 1 or more")

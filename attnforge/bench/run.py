@@ -142,7 +142,8 @@ def benchmark(
     experiment.throughput = experiment.starts = experiment.memory = experiment.cases = not quick
     experiment.check(DECODING_PEERS if decode else PEERS, threads)
     if decode:
-        return measure_decoding(experiment, contexts, prompts, 1 if batch is None else batch, command)
+        decoded = measure_decoding(experiment, contexts, prompts, 1 if batch is None else batch, command)
+        return finished(decoded, start)
     for opened in bundles if against and module is None else ():
         check_trusted(opened.manifest.source, trust_source)
     every_sizes = [sizes or {}] if sizes is None or isinstance(sizes, Mapping) else list(sizes)

@@ -384,16 +384,12 @@ def ort_fusions(file: Path) -> onnx.ModelProto:
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
     with quiet():
-        result = optimize_for_ort(ir.load(file))
-    model: ir.Model = result[0] if isinstance(result, tuple) else result
+        model, _ = optimize_for_ort(ir.load(file))
     return ir.to_proto(model)
 
 
-FUSED_OPERATORS = ("Attention", "MultiHeadAttention", "GroupQueryAttention")
-
-
 def fused_operators(model: onnx.ModelProto) -> int:
-    return sum(node.op_type in FUSED_OPERATORS for node in model.graph.node)
+    return sum(node.op_type in ("Attention", "MultiHeadAttention", "GroupQueryAttention") for node in model.graph.node)
 
 
 # --- all peers --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ A single library is not enough: on AMD processors, torch multiplies fp32 at half
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -17,7 +17,7 @@ import torch
 from attnforge.bench.contenders.engines import one_operator, openvino_request
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.limits import FEWEST_RUNS, Ceilings, best_rate
-from attnforge.errors import UnavailableError, UnknownNameError
+from attnforge.errors import UnavailableError, check_known
 from attnforge.runtime.backends.backend import OPENVINO_TYPES
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.options import check_threads
@@ -40,8 +40,8 @@ Shape = tuple[int, ...]
 
 Call = Callable[[], object]
 
-Make = Callable[[str, Shape, int], Call | None]
-"""A library at a precision: see :data:`LIBRARIES`."""
+Make = Callable[[Shape, int], Call | None]
+"""An operator of a library at a precision: see :data:`LIBRARIES`."""
 
 
 def measure_ceilings(
@@ -58,54 +58,50 @@ def measure_ceilings(
         UnknownNameError: no such precision.
         UsageError: fewer than one thread.
     """
-    if unknown := [name for name in precisions if name not in DTYPES]:
-        raise UnknownNameError("precision", unknown[0], DTYPES)
+    for name in precisions:
+        check_known("precision", name, DTYPES)
     check_threads(threads)
+    products: dict[Shape, int] = {(size, size): 2 * size**3 for size in PRODUCT_SIZES}
+    exponentials: dict[Shape, int] = {(threads * numbers,): threads * numbers for numbers in CACHED}
     with ExitStack() as stack:
         with_threads(threads, stack)
-        best = {precision: _fastest(_product_rate, precision, threads, seconds) for precision in precisions}
-        exponentials, by = _fastest(_exponential_rate, "fp32", threads, seconds)
+        best = {precision: _fastest(precision, "MatMul", products, threads, seconds) for precision in precisions}
+        best["exponentials"] = _fastest("fp32", "Exp", exponentials, threads, seconds)
         return Ceilings(
             threads=threads,
-            flops={precision: rate for precision, (rate, _) in best.items()},
+            flops={precision: best[precision][0] for precision in precisions},
             bandwidth=_copy_rate(seconds),
-            exponentials=exponentials,
-            by={precision: library for precision, (_, library) in best.items()} | {"exponentials": by},
+            exponentials=best["exponentials"][0],
+            by={name: library for name, (_, library) in best.items()},
         )
 
 
 def _fastest(
-    rate: Callable[[Make, int, float], float], precision: str, threads: int, seconds: float
+    precision: str, op_type: str, operations: Mapping[Shape, int], threads: int, seconds: float
 ) -> tuple[float, str]:
-    """Return the operations per second, and the library that reaches them."""
-    return max((rate(partial(make, precision), threads, seconds), name) for name, make in LIBRARIES.items())
+    """Return the operations per second, and the library that reaches them, over some shapes of the operands."""
+    return max(
+        (_rate_over(operations, partial(make, precision, op_type), threads, seconds), name)
+        for name, make in LIBRARIES.items()
+    )
 
 
-def _product_rate(make: Make, threads: int, seconds: float) -> float:
-    """Return the operations per second; 0 if the library has no such product."""
+def _rate_over(operations: Mapping[Shape, int], make: Make, threads: int, seconds: float) -> float:
+    """Return the operations per second; 0 if the library has no such operator."""
     best, end = 0.0, time.perf_counter() + seconds
-    for i, size in enumerate(PRODUCT_SIZES):
-        flops, left = 2 * size**3, end - time.perf_counter()
-        if best and FEWEST_RUNS * flops / best > left:
+    for i, (shape, count) in enumerate(operations.items()):
+        left = end - time.perf_counter()
+        if best and FEWEST_RUNS * count / best > left:
             break
-        product = make("MatMul", (size, size), threads)
-        if product is None:
+        if (call := make(shape, threads)) is None:
             break
-        best = max(best, _rate(product, flops, left / (len(PRODUCT_SIZES) - i)))
+        best = max(best, _rate(call, count, left / (len(operations) - i)))
     return best
 
 
 def _copy_rate(seconds: float) -> float:
     source, target = torch.ones(2, COPIED // 4)
     return _rate(partial(target.copy_, source), 2 * COPIED, seconds)
-
-
-def _exponential_rate(make: Make, threads: int, seconds: float) -> float:
-    best = 0.0
-    for numbers in (threads * each for each in CACHED):
-        if (call := make("Exp", (numbers,), threads)) is not None:
-            best = max(best, _rate(call, numbers, seconds / len(CACHED)))
-    return best
 
 
 def _rate(call: Callable[[], object], amount: int, seconds: float) -> float:

@@ -115,7 +115,7 @@ def _count(
     Raises:
         Unmeasurable: the operations are unknown; nothing was added.
     """
-    op_type = node.op_type
+    op_type, scores = node.op_type, 0
     if (why := _why_opaque(model, node)) is not None:
         raise Unmeasurable(why)
     if op_type in FREE and node.attributes.get_string("reduction", "none") == "none":
@@ -126,20 +126,17 @@ def _count(
         scores = _needed_scores(node, shares, sizes)
         (*_, d_k), (*_, d_v) = (shape_at(value, sizes) for value in (node.inputs[0], node.inputs[2]))
         _add_product(work, node, 2 * scores * (d_k + d_v))
-        work.others += SOFTMAX * scores
-        work.exponentials += scores
     elif op_type in PRODUCTS:
         _add_product(work, node, product_flops(node, sizes))
     elif op_type in ("Softmax", "LogSoftmax"):
         scores = prod(shape_at(node.outputs[0], sizes))
-        work.others += SOFTMAX * scores
-        work.exponentials += scores
-    elif op_type in REDUCING:
-        work.others += prod(shape_at(node.inputs[0], sizes))
-    elif op_type in COMPUTING:
-        work.others += prod(shape_at(node.outputs[0], sizes))
+    elif op_type in REDUCING | COMPUTING:
+        elements = node.inputs[0] if op_type in REDUCING else node.outputs[0]
+        work.others += prod(shape_at(elements, sizes))
     else:
         raise Unmeasurable(f"no rule for {op_type}")
+    work.others += SOFTMAX * scores
+    work.exponentials += scores
 
 
 def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[str, int]) -> int:
