@@ -7,13 +7,17 @@ that are as fast, are then checked in every reference case of the bundle.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from attnforge.atomic import temporary_folder
+from attnforge.bench import alone
 from attnforge.bench.calls import Baseline, Caller, Calls, Load, callers, check_all_cases, loads
 from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
 from attnforge.bench.contenders.peers import why_no_module, with_threads
@@ -27,8 +31,8 @@ from attnforge.bench.limits.ceilings import measure_ceilings
 from attnforge.bench.limits.work import work_of
 from attnforge.bench.race import run_race
 from attnforge.bench.results import Contender, DecodingResults, Deployed, Model, Results, Throughput
-from attnforge.bench.starts import measure_starts_and_memory
-from attnforge.bundle import CANONICAL, Bundle, Trusted, open_bundle
+from attnforge.bundle import CANONICAL, Bundle, Case, Trusted, open_bundle
+from attnforge.children import ChildError
 from attnforge.errors import UsageError
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.sources.named import check_trusted
@@ -43,6 +47,12 @@ Sizes = Mapping[str, int] | Sequence[Mapping[str, int]] | None
 
 BASELINES = ["eager", "onnxruntime-plain"]
 """The peers of `attnforge bench` if none is named."""
+
+LONG_START = 0.3
+"""Seconds of loading above which a contender is loaded in a second process, and the shorter time counts.
+
+A virtual machine's memory is slow when it is first touched, and the first process pays for that.
+"""
 
 
 @overload
@@ -193,7 +203,8 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         contenders = [_contender(entry, calls, throughputs) for entry in entries]
         _compare(experiment, contenders)
         pairs = list(zip(entries, contenders, strict=True))
-        measure_starts_and_memory(experiment, pairs, case)
+        if experiment.starts or experiment.memory:
+            _measure_starts_and_memory(experiment, pairs, case)
         if experiment.cases:
             check_all_cases(experiment, baselines, pairs)
     model = Model(
@@ -271,3 +282,75 @@ def _deployed(bundle: Bundle) -> Deployed:
         seconds=manifest.seconds,
         size_mb=sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file()) / 1e6,
     )
+
+
+# --- starts and memory ------------------------------------------------------------------------------------------------
+
+
+def _measure_starts_and_memory(experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case) -> None:
+    """Measure starts, one after another, and then memory, two processes at a time, which do not disturb each other.
+
+    A process that starts a model of fixed sizes measures its memory too. Other models take a second process, which
+    first runs at other sizes, and measures a second load.
+    """
+    subjects, runs = list(_subjects(experiment, pairs, case)), dict[str, alone.FreshRun]()
+    for contender, order in subjects if experiment.starts else ():
+        experiment.progress(f"start {contender.key} in a new process")
+        with _noted(contender, "start"):
+            run = alone.measured(order)
+            contender.cold = run.cold
+            if not (order.any_sizes and order.sizes):
+                runs[contender.key] = run
+                if run.cold.load_s > LONG_START:
+                    with contextlib.suppress(ChildError):
+                        run.cold.load_s = min(run.cold.load_s, alone.measured(order).cold.load_s)
+    if not experiment.memory:
+        return
+    experiment.progress("measure memory")
+    with ThreadPoolExecutor(2) as threads:
+        futures = {
+            contender.key: threads.submit(alone.measured, order.model_copy(update={"warm": True}))
+            for contender, order in subjects
+            if contender.key not in runs
+        }
+    for contender, _ in subjects:
+        with _noted(contender, "memory"):
+            run, cold = runs.get(contender.key) or futures[contender.key].result(), contender.cold
+            contender.memory = run.memory
+            if cold is not None and cold.load_s > LONG_START:
+                cold.load_s = min(cold.load_s, run.cold.load_s)
+
+
+@contextlib.contextmanager
+def _noted(contender: Contender, what: str) -> Iterator[None]:
+    """Turn the failure of a process inside the block into a note of the contender."""
+    try:
+        yield
+    except ChildError as error:
+        contender.notes.append(f"its {what} is not measured: its process {error}")
+
+
+def _subjects(
+    experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]], case: Case
+) -> Iterator[tuple[Contender, alone.RunRequest]]:
+    """Yield the contenders to measure, each with the request to its process; a contender that no process can run gets a
+    note with the reason."""
+    for entry, contender in pairs:
+        peer, bundle = entry.peer, entry.job.bundle
+        if not entry.ours and experiment.fresh_peers is not None and entry.name not in experiment.fresh_peers:
+            continue
+        if peer.compiles:
+            contender.notes.append(
+                "its start and memory are not measured: compiled code is cached on disk, so no start is cold"
+            )
+        elif not entry.ours and peer.file is None and bundle.manifest.source.kind in ("module", "onnx"):
+            contender.notes.append("its start and memory are not measured: another process cannot rebuild the module")
+        else:
+            request = alone.RunRequest(
+                bundle=str(bundle.path.absolute()), contender=entry.name, engine=peer.engine,
+                file=str(peer.file(entry.job).absolute()) if peer.file is not None else None,
+                sizes=case.sizes, threads=experiment.threads, folder=str(entry.job.folder.absolute()),
+                any_sizes=peer.any_sizes, warm=False, trust_source=experiment.trust_source,
+                stands=str(Path.cwd()), trusted=[str(key) for key in bundle.trusted],
+            )  # fmt: skip
+            yield contender, request
