@@ -135,25 +135,17 @@ def callers(experiment: Experiment, baseline: Baseline, skipped: dict[str, str])
     return entries_of(experiment, baseline, BACKENDS, open_backend, PEERS, never_loaded, skipped, suffix)
 
 
-def check_all_cases(
-    experiment: Experiment, baselines: Sequence[Baseline], pairs: Sequence[tuple[Caller, Contender]]
-) -> None:
+def check_all_cases(experiment: Experiment, pairs: Sequence[tuple[Caller, Contender]]) -> None:
     """Check ours in all of a bundle's reference cases, then every peer that is as fast as our fastest right backend, or
     as the picked one if that is slower: a faster peer that is wrong elsewhere is not a better choice."""
-    for baseline in baselines:
-        of_bundle = [(entry, contender) for entry, contender in pairs if entry.job is baseline]
-        _check_cases(experiment, baseline, [pair for pair in of_bundle if pair[1].ours])
-        right = [contender for _, contender in of_bundle if contender.ours and contender.wrong_in is None]
-        fastest = min((contender.latency.median.value for contender in right), default=math.inf)
-        enough = max([fastest, *(contender.latency.median.value for contender in right if contender.picked)])
-        peers = [pair for pair in of_bundle if not pair[1].ours and pair[1].latency.median.value <= enough]
-        _check_cases(experiment, baseline, peers)
-
-
-def _check_cases(experiment: Experiment, baseline: Baseline, pairs: Sequence[tuple[Caller, Contender]]) -> None:
-    for entry, contender in pairs:
-        experiment.progress(f"check {contender.key} in every case")
-        contender.cases = baseline.in_every_case(entry)
+    for entry, contender in sorted(pairs, key=lambda pair: not pair[1].ours):
+        right = [c for of, c in pairs if of.job is entry.job and c.ours and c.wrong_in is None]
+        fastest = min((c.latency.median.value for c in right), default=math.inf)
+        enough = max([fastest, *(c.latency.median.value for c in right if c.picked)])
+        if contender.ours or contender.latency.median.value <= enough:
+            experiment.progress(f"check {contender.key} in every case")
+            assert isinstance(entry.job, Baseline)
+            contender.cases = entry.job.in_every_case(entry)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------

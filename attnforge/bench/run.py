@@ -206,7 +206,7 @@ def measure(experiment: Experiment, sizes: Mapping[str, int], ceilings: Ceilings
         if experiment.starts or experiment.memory:
             _measure_starts_and_memory(experiment, pairs, case)
         if experiment.cases:
-            check_all_cases(experiment, baselines, pairs)
+            check_all_cases(experiment, pairs)
     model = Model(
         name=manifest.name, sizes=case.sizes,
         inputs={spec.name: f"{spec.dtype}{list(reference.shape_of(spec, case.sizes))}" for spec in manifest.inputs},
