@@ -126,11 +126,11 @@ def move(label: str, key: str, what: str, before: float | None, after: float | N
 
 def compare(old: Results, new: Results) -> Differences:
     """Return what changed from the old run to the new one, growth excepted, which no bundle's benchmark measures."""
-    pairs, lost, notes = _paired(old, new)
+    pairs, alone = _paired(old, new)
     changes = [_changes(before, after) for _, before, after in pairs]
     spread = _spread(changes, USUAL_SPREAD)
     starts = _starts_apart([change for of_model in changes for change in of_model])
-    found: list[Move | str] = [*_conditions(old, new), *notes]
+    found: list[Move | str] = [*_conditions(old, new), *alone]
     for (label, before, after), of_model in zip(pairs, changes, strict=True):
         found += _differences(label, before, after)
         found += _presence(label, before, after, new.left_out)
@@ -138,8 +138,6 @@ def compare(old: Results, new: Results) -> Differences:
         for change in of_model:
             found += _measures(label, change, starts)
         found += _bundles(label, before, after, _drift(of_model))
-    for label, model, reason in lost:
-        found += [_gone(label, contender, reason) for contender in model.contenders if contender.ours]
     was, now = ([f"{growth.model} over {growth.along}" for growth in run.growth] for run in (old, new))
     found += [f"{label}: only in the new run" for label in now if label not in was]
     found += [f"{label}: only in the old run" for label in was if label not in now]
@@ -188,11 +186,9 @@ def _differing(before: Mapping[str, object], after: Mapping[str, object], names:
     return "; ".join(f"{name} {before.get(name, 'none')} before, {after.get(name, 'none')} now" for name in differing)
 
 
-def _paired(
-    old: Results, new: Results
-) -> tuple[list[tuple[str, Model, Model]], list[tuple[str, Model, str]], list[str]]:
-    """Return the models at the same sizes in both runs; those that the new run left out, with its reason; and notes on
-    the others."""
+def _paired(old: Results, new: Results) -> tuple[list[tuple[str, Model, Model]], list[Move | str]]:
+    """Return the models at the same sizes in both runs, and notes on the others; our contenders of models that the new
+    run left out are gone."""
     names = [[model.name for model in run.models] for run in (old, new)]
     repeated = {name for run in names for name in run if run.count(name) > 1}
 
@@ -200,17 +196,17 @@ def _paired(
         return f"{model.name} ({_sizes(model)})" if model.name in repeated else model.name
 
     both, come, gone = _matched(new.models, old.models, lambda model: (model.name, _sizes(model)))
-    lost, notes = [], []
+    alone: list[Move | str] = []
     for model in gone:
         if others := [_sizes(candidate) for candidate in come if candidate.name == model.name]:
-            notes.append(f"{model.name}: not compared; {_sizes(model)} before, {' and '.join(others)} now")
-        elif model.name in new.left_out:
-            lost.append((label(model), model, new.left_out[model.name]))
+            alone.append(f"{model.name}: not compared; {_sizes(model)} before, {' and '.join(others)} now")
+        elif (reason := new.left_out.get(model.name)) is not None:
+            alone += [_gone(label(model), contender, reason) for contender in model.contenders if contender.ours]
         else:
-            notes.append(f"{label(model)}: only in the old run")
+            alone.append(f"{label(model)}: only in the old run")
     known = {model.name for model in gone}
-    notes += [f"{label(model)}: only in the new run" for model in come if model.name not in known]
-    return [(label(after), before, after) for after, before in both], lost, notes
+    alone += [f"{label(model)}: only in the new run" for model in come if model.name not in known]
+    return [(label(after), before, after) for after, before in both], alone
 
 
 def _sizes(model: Model) -> str:

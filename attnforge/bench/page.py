@@ -153,9 +153,6 @@ def _timed(contender: Contender) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-TEMPLATE = "bench.html"
-
-
 def write_page(
     results: Results, path: str | os.PathLike[str], *, force: bool = False, compared: Sequence[str] | None = None
 ) -> None:
@@ -172,7 +169,7 @@ def write_page(
         UsageError: `path` is a folder, or exists and `force` is not given.
     """
     check_page(path, force)
-    write_template(TEMPLATE, path, **page_values(results, compared))
+    write_template("bench.html", path, **page_values(results, compared))
 
 
 def page_values(results: Results, compared: Sequence[str] | None = None) -> dict[str, Any]:
@@ -187,10 +184,9 @@ def page_values(results: Results, compared: Sequence[str] | None = None) -> dict
         "roofline": plots.roofline(results),
         "compared": list(compared or ()),
         "has_cases": any(c.cases is not None for model in results.models for c in model.contenders),
-        # functions that the template calls for each model
+        # what the template calls for each model
         "decimals_of": decimals_of,
-        "latencies": plots.latencies,
-        "ratios": plots.ratios,
+        "plots": plots,
     }
 
 
