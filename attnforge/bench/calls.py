@@ -103,10 +103,7 @@ class Baseline(PeerJob):
         if entry.ours:
             return outputs
         dtypes = {spec.name: spec.dtype for spec in self.bundle.manifest.outputs}
-        return {
-            name: array.astype(dtypes[name]) if array.dtype.name != dtypes[name] and is_floating(array) else array
-            for name, array in outputs.items()
-        }
+        return {name: a.astype(dtypes[name], copy=False) if is_floating(a) else a for name, a in outputs.items()}
 
 
 class Calls(Workload[Runner]):

@@ -49,7 +49,7 @@ class Entry(Generic[T]):
     budget: float = 0.0
     notes: list[str] = field(default_factory=list)
     opened: T = field(init=False)
-    stack: ExitStack | None = None
+    stack: ExitStack = field(default_factory=ExitStack)
 
     def open(self, stack: ExitStack) -> None:
         """Load it again, until `stack` closes, unless it is compiled and stays loaded for all rounds.
@@ -57,14 +57,11 @@ class Entry(Generic[T]):
         The previous load is closed only after this one: memory freed before would be reused page for page, and the
         speed would repeat with it.
         """
-        if self.peer.compiles and self.stack is not None:
+        if self.peer.compiles and hasattr(self, "opened"):
             return
-        new, previous = stack.enter_context(ExitStack()), self.stack
-        try:
+        new = stack.enter_context(ExitStack())
+        with self.stack:
             self.opened = self.peer.open(self.job, new)
-        finally:
-            if previous is not None:
-                previous.close()
         self.stack = new
 
     def keep(self, error: float, budget: float) -> None:
@@ -149,8 +146,7 @@ def run_race(
                 if any(entry.key in workload.times for workload in workloads):
                     reason += f" (in load {opening + 1} of {count}; it was right before)"
                 reasons[entry.key] = reason
-                if entry.stack is not None:
-                    entry.stack.close()
+                entry.stack.close()
                 del entries[entry.key]
 
     for i, share in enumerate(experiment.shares):

@@ -265,8 +265,7 @@ def _compare_with_limits(bundles: Sequence[Bundle], model: Model, ceilings: Ceil
     """Record the work and the limit of every precision, and the share of the limit that each CPU contender reaches."""
     for bundle in bundles:
         precision = bundle.manifest.precision
-        work = work_of(whole_graph(bundle, CANONICAL), model.sizes)
-        model.work[precision] = work
+        model.work[precision] = work = work_of(whole_graph(bundle, CANONICAL), model.sizes)
         model.limit[precision] = limit = limit_seconds(work, ceilings)
         for contender in model.contenders:
             if contender.precision == precision and contender.name not in (*ON_GPU, *GPU_PEERS):

@@ -418,10 +418,5 @@ def expected(module: Any, precision: Precision, feeds: dict[str, Array]) -> dict
         low, truth = module.eager(feeds), module.exact(feeds)
         return {name: tuple(a.astype(np.float64).reshape(-1) for a in (low[name], truth[name])) for name in low}  # type: ignore[misc]
     copied = at_precision(module, precision)
-    eager = run(copied, feeds, torch_dtype(precision))
-    exact = Float64(copied)(feeds)
-
-    def flat(name: str, tensor: torch.Tensor) -> Array:
-        return to_numpy(name, tensor.double()).astype(np.float64).reshape(-1)
-
-    return {name: (flat(name, eager[name]), flat(name, exact[name])) for name in eager}
+    eager, exact = run(copied, feeds, torch_dtype(precision)), Float64(copied)(feeds)
+    return {name: tuple(to_numpy(name, of[name].double()).reshape(-1) for of in (eager, exact)) for name in eager}  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import ceil, prod
 
 import onnx_ir as ir
@@ -58,11 +58,11 @@ def work_of(model: ir.Model, sizes: Mapping[str, int]) -> Work:
         model: canonical graph; every value has its shape.
         sizes: sizes of the symbolic dims.
     """
-    graph, work = model.graph, Work()
-    floats, shares = _floats(graph), dict[Hashable, float]()
+    graph, counter = model.graph, _Counter(model, sizes)
+    work = counter.work
     for node in graph:
         try:
-            _count(work, model, node, floats, shares, sizes)
+            counter.count(node)
         except Unmeasurable as reason:
             work.uncounted.append(f"{node.name or node.op_type}: {reason}")
 
@@ -94,68 +94,71 @@ def _floats(graph: ir.Graph) -> set[ir.Value]:
     return floats
 
 
-def _count(
-    work: Work,
-    model: ir.Model,
-    node: ir.Node,
-    floats: Collection[ir.Value],
-    shares: dict[Hashable, float],
-    sizes: Mapping[str, int],
-) -> None:
-    """Add the operations of one node.
+class _Counter:
+    """Counts the operations of nodes.
 
-    Args:
-        work: the work to add to.
-        model: model of the node.
-        node: the node.
-        floats: values of floating-point type.
-        shares: share of visible pairs of the masks seen so far, a cache, since layers share their masks.
-        sizes: sizes of the symbolic dims.
-
-    Raises:
-        Unmeasurable: the operations are unknown; nothing was added.
+    Attributes:
+        work: receives the operations.
     """
-    op_type, scores = node.op_type, 0
-    if (why := _why_opaque(model, node)) is not None:
-        raise Unmeasurable(why)
-    if op_type in FREE and node.attributes.get_string("reduction", "none") == "none":
-        return
-    if op_type in REDUCING | COMPUTING and not any(v in floats for v in (*node.inputs, *node.outputs)):
-        return
-    if op_type == "Attention":
-        scores = _needed_scores(node, shares, sizes)
-        (*_, d_k), (*_, d_v) = (shape_at(value, sizes) for value in (node.inputs[0], node.inputs[2]))
-        _add_product(work, node, 2 * scores * (d_k + d_v))
-    elif op_type in PRODUCTS:
-        _add_product(work, node, product_flops(node, sizes))
-    elif op_type in ("Softmax", "LogSoftmax"):
-        scores = prod(shape_at(node.outputs[0], sizes))
-    elif op_type in REDUCING | COMPUTING:
-        elements = node.inputs[0] if op_type in REDUCING else node.outputs[0]
-        work.others += prod(shape_at(elements, sizes))
-    else:
-        raise Unmeasurable(f"no rule for {op_type}")
-    work.others += SOFTMAX * scores
-    work.exponentials += scores
 
+    def __init__(self, model: ir.Model, sizes: Mapping[str, int]) -> None:
+        self.work, self._model, self._sizes = Work(), model, sizes
+        self._floats = _floats(model.graph)
+        self._shares: dict[Hashable, float] = {}  # of visible pairs of the masks seen so far: layers share their masks
 
-def _needed_scores(node: ir.Node, shares: dict[Hashable, float], sizes: Mapping[str, int]) -> int:
-    """Return the number of scores that an Attention node needs: those of pairs that are not proved to be hidden.
+    def count(self, node: ir.Node) -> None:
+        """Add the operations of one node.
 
-    Raises:
-        Unmeasurable: the node is not canonical, or a shape is unknown.
-    """
-    scores = attention_scores(node, sizes)
-    if len(node.inputs) < 4 or node.inputs[3] is None:
-        return scores
-    (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, sizes) for value in node.inputs[:2])
-    key = node.inputs[3], node.attributes.get_int("is_causal", 0), n_q, n_k
-    if key not in shares:
-        try:
-            shares[key] = visibility(node).share(sizes)
-        except Unmeasurable:
+        Raises:
+            Unmeasurable: the operations are unknown; nothing was added.
+        """
+        op_type, scores = node.op_type, 0
+        if (why := _why_opaque(self._model, node)) is not None:
+            raise Unmeasurable(why)
+        if op_type in FREE and node.attributes.get_string("reduction", "none") == "none":
+            return
+        if op_type in REDUCING | COMPUTING and self._floats.isdisjoint((*node.inputs, *node.outputs)):
+            return
+        if op_type == "Attention":
+            scores = self._needed_scores(node)
+            (*_, d_k), (*_, d_v) = (shape_at(value, self._sizes) for value in (node.inputs[0], node.inputs[2]))
+            self._add_product(node, 2 * scores * (d_k + d_v))
+        elif op_type in PRODUCTS:
+            self._add_product(node, product_flops(node, self._sizes))
+        elif op_type in ("Softmax", "LogSoftmax"):
+            scores = prod(shape_at(node.outputs[0], self._sizes))
+        elif op_type in REDUCING | COMPUTING:
+            elements = node.inputs[0] if op_type in REDUCING else node.outputs[0]
+            self.work.others += prod(shape_at(elements, self._sizes))
+        else:
+            raise Unmeasurable(f"no rule for {op_type}")
+        self.work.others += SOFTMAX * scores
+        self.work.exponentials += scores
+
+    def _needed_scores(self, node: ir.Node) -> int:
+        """Return the number of scores that an Attention node needs: those of pairs that are not proved to be hidden.
+
+        Raises:
+            Unmeasurable: the node is not canonical, or a shape is unknown.
+        """
+        scores = attention_scores(node, self._sizes)
+        if len(node.inputs) < 4 or node.inputs[3] is None:
             return scores
-    return batch * heads * round(shares[key] * n_q * n_k)
+        (batch, heads, n_q, _), (_, _, n_k, _) = (shape_at(value, self._sizes) for value in node.inputs[:2])
+        key = node.inputs[3], node.attributes.get_int("is_causal", 0), n_q, n_k
+        if key not in self._shares:
+            try:
+                self._shares[key] = visibility(node).share(self._sizes)
+            except Unmeasurable:
+                return scores
+        return batch * heads * round(self._shares[key] * n_q * n_k)
+
+    def _add_product(self, node: ir.Node, flops: int) -> None:
+        dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
+        if dtype not in PRECISIONS:
+            raise Unmeasurable(f"a product of {str(dtype).lower() if dtype is not None else 'an unknown type'}")
+        products, precision = self.work.products, PRECISIONS[dtype]
+        products[precision] = products.get(precision, 0) + flops
 
 
 def _why_opaque(model: ir.Model, node: ir.Node) -> str | None:
@@ -165,13 +168,6 @@ def _why_opaque(model: ir.Model, node: ir.Node) -> str | None:
     if node.op_identifier() in model.functions:
         return f"{node.op_type} is a function of the model"
     return f"{node.domain}::{node.op_type} is not a standard operator" if node.domain else None
-
-
-def _add_product(work: Work, node: ir.Node, flops: int) -> None:
-    dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
-    if dtype not in PRECISIONS:
-        raise Unmeasurable(f"a product of {str(dtype).lower() if dtype is not None else 'an unknown type'}")
-    work.products[PRECISIONS[dtype]] = work.products.get(PRECISIONS[dtype], 0) + flops
 
 
 def _bytes(value: ir.Value, dtype: ir.DataType | None, sizes: Mapping[str, int]) -> int:
