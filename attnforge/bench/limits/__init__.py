@@ -12,8 +12,6 @@ from collections.abc import Callable
 from math import inf
 from typing import Literal
 
-from pydantic import Field
-
 from attnforge.errors import UsageError
 from attnforge.records import Record
 
@@ -35,13 +33,13 @@ class Work(Record):
         uncounted: names of operators and tensors that are in none of these numbers, each with the reason.
     """
 
-    products: dict[str, int] = Field(default_factory=dict)
+    products: dict[str, int] = {}
     others: int = 0
     exponentials: int = 0
     weights: int = 0
     inputs: int = 0
     outputs: int = 0
-    uncounted: list[str] = Field(default_factory=list)
+    uncounted: list[str] = []
 
     @property
     def flops(self) -> int:
@@ -74,7 +72,7 @@ class Ceilings(Record):
     flops: dict[str, float]
     bandwidth: float
     exponentials: float
-    by: dict[str, str] = Field(default_factory=dict)
+    by: dict[str, str] = {}
 
 
 class Limit(Record):
