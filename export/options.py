@@ -14,7 +14,7 @@ import numpy as np
 
 from attnforge.arrays import is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, OPENVINO, Range, Source, TensorSpec, Wrong
-from attnforge.bundle.fields import LONGEST_NAME
+from attnforge.bundle.schema import LONGEST_NAME
 from attnforge.errors import UnknownNameError, UsageError, WrongError, plain, shortened
 from attnforge.export.precision.judge import Requirement
 from attnforge.export.reference import Data

@@ -16,7 +16,7 @@ import numpy as np
 
 from attnforge.arrays import Array, pieces
 from attnforge.bundle import Case, DimSpec, Kind, Masks, TensorSpec
-from attnforge.bundle.fields import LARGEST_SIZE
+from attnforge.bundle.schema import LARGEST_SIZE
 from attnforge.errors import InputError, UnavailableError, check_known
 from attnforge.memory import ROOM, available
 

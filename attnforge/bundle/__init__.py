@@ -1,7 +1,5 @@
 """The bundle: a folder with a deployed model (:mod:`.reading`, :mod:`.output`) and its manifest (:mod:`.schema`)."""
 
-from attnforge.bundle.fields import MOST_THREADS as MOST_THREADS
-from attnforge.bundle.fields import OF_PACKAGES as OF_PACKAGES
 from attnforge.bundle.output import place_of as place_of
 from attnforge.bundle.output import sign as sign
 from attnforge.bundle.output import write_manifest as write_manifest
@@ -13,7 +11,9 @@ from attnforge.bundle.reading import used as used
 from attnforge.bundle.schema import CANONICAL as CANONICAL
 from attnforge.bundle.schema import FLAVOURS as FLAVOURS
 from attnforge.bundle.schema import MANIFEST as MANIFEST
+from attnforge.bundle.schema import MOST_THREADS as MOST_THREADS
 from attnforge.bundle.schema import NEXT as NEXT
+from attnforge.bundle.schema import OF_PACKAGES as OF_PACKAGES
 from attnforge.bundle.schema import OPENVINO as OPENVINO
 from attnforge.bundle.schema import PLAIN as PLAIN
 from attnforge.bundle.schema import PORTABLE as PORTABLE

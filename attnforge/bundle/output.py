@@ -80,25 +80,10 @@ def writing(out: str | os.PathLike[str], force: bool) -> AbstractContextManager[
             contains other files; or it is inside another bundle, or cannot be written.
         BundleError: the disk is full.
     """
-    target = check_place(out, force)
-    return new_folder(target, lambda folder: _put(folder, target, force))
-
-
-def check_place(out: str | os.PathLike[str], force: bool) -> Path:
-    """Check that a bundle can be written to a folder, and return its resolved path: a link stays, and its target is
-    replaced.
-
-    Args:
-        out: folder of the bundle.
-        force: whether an existing bundle may be replaced.
-
-    Raises:
-        UsageError: as for :func:`writing`.
-    """
-    target = place_of(Path(out))
+    target = place_of(Path(out))  # a link stays, and its target is replaced
     _bring_back(target)
     _check(target, force)
-    return target
+    return new_folder(target, lambda folder: _put(folder, target, force))
 
 
 def _check(target: Path, force: bool) -> None:

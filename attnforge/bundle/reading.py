@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from attnforge.bundle import schema
+from attnforge.bundle.consistency import inconsistencies
 from attnforge.bundle.trust import Trusted, keys_of, signatures
 from attnforge.errors import AttnforgeError, BundleError, ReplacedError, first_line, plain, raised_as, shortened
 from attnforge.files import Identity, identity, names_in, open_inside, open_regular
@@ -78,7 +79,8 @@ class Bundle:
         """
         self.trusted = keys_of(trusted)
         self.path = Path(path)
-        self._root = _root(self.path)  # so that changing a link later does not affect this bundle
+        with raised_as(BundleError, f"no bundle at {shortened(str(path))!r}"):  # a cycle of links, an invalid file name
+            self._root = self.path.resolve()  # so that changing a link later does not affect this bundle
         self._folder = self._identity(".")
         data = manifest_data(self._root, self.path)
         if self.trusted:
@@ -130,7 +132,6 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or the file is missing or altered.
         """
-        self._listed(name)
         with self._open_member(name) as stream:
             data = stream.read()
         if hashlib.sha256(data).hexdigest() != self.manifest.files[name]:
@@ -147,10 +148,9 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
         """
-        self._listed(name)
         with self._open_member(name) as stream:
             is_small = os.fstat(stream.fileno()).st_size <= READ_WHOLE
-        if is_small and not self._shared(name) and not _names_files(data := self.read(name)):
+        if is_small and not self._shared(name) and not self._named(name, data := self.read(name)):
             return data
         self.file(name)
         return self._root / name
@@ -165,7 +165,6 @@ class Bundle:
         Raises:
             BundleError: the manifest does not list the file, or a file is missing, altered or outside the bundle.
         """
-        self._listed(name)
         self._check_again(name, *self._shared(name))
         external = self._external(name) if name.endswith(".onnx") else []  # libraries open any path named there
         self._check_again(*external)
@@ -209,7 +208,6 @@ class Bundle:
         Raises:
             BundleError: the file is missing, altered, or outside the bundle.
         """
-        self._listed(name)
         with self._open_member(name) as stream:
             before = identity(os.fstat(stream.fileno()))
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -222,11 +220,6 @@ class Bundle:
         return f"Bundle({str(self.path)!r}, {self.manifest.name}, {self.manifest.precision})"
 
     # ---
-
-    def _listed(self, name: str) -> None:
-        if name not in self.manifest.files:
-            targets = ", ".join(target for target in self.manifest.targets if target != schema.OPENVINO)
-            raise BundleError(f"{self.path} has no {name}; it was deployed for {targets}")
 
     def _shared(self, name: str) -> list[str]:
         """Return the listed files that may contain a model's weights."""
@@ -249,7 +242,7 @@ class Bundle:
         with self._open_member(name) as stream:
             if os.fstat(stream.fileno()).st_size:
                 with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    files |= self._named(name, data[:]) if _names_files(data) else set()
+                    files |= self._named(name, data)
         for file in files:
             if PurePosixPath(file).name != file or (model.parent / file).as_posix() not in self.manifest.files:
                 raise BundleError(
@@ -258,14 +251,16 @@ class Bundle:
                 )
         return [(model.parent / file).as_posix() for file in sorted(files)]
 
-    def _named(self, name: str, data: bytes) -> set[str]:
+    def _named(self, name: str, data: bytes | mmap.mmap) -> set[str]:
         """Return the files that the content of a model names."""
+        if all(data.find(text) < 0 for text in _NAMING):
+            return set()
         from onnx import NodeProto, load_model_from_string
 
         from attnforge.bundle.external import locations, messages
 
         with raised_as(BundleError, f"{self.path / name} is not an ONNX model"):
-            parts = list(messages(load_model_from_string(data)))
+            parts = list(messages(load_model_from_string(data[:])))
         if any(isinstance(part, NodeProto) and part.op_type == _COMPILED for part in parts):
             raise BundleError(
                 f"{self.path / name} contains a compiled model ({_COMPILED}), which is code; do not use it"
@@ -273,6 +268,9 @@ class Bundle:
         return {file for part in parts for file in locations(part)}
 
     def _open_member(self, name: str) -> BufferedReader:
+        if name not in self.manifest.files:
+            targets = ", ".join(target for target in self.manifest.targets if target != schema.OPENVINO)
+            raise BundleError(f"{self.path} has no {name}; it was deployed for {targets}")
         try:
             return open_inside(self._root, name)
         except OSError as error:
@@ -352,18 +350,8 @@ def unlisted_text(path: Path, names: Sequence[str]) -> str:
     return f"{path} contains files not listed in its manifest: {', '.join(map(plain, names[:3]))}{more}"
 
 
-def _names_files(data: bytes | mmap.mmap) -> bool:
-    """Whether the content of an ONNX model may name files."""
-    return any(data.find(text) >= 0 for text in _NAMING)
-
-
 def _again(name: str) -> str:
     return "build it again with load(…, rebuild=True)" if name.endswith(".plan") else "deploy the model again"
-
-
-def _root(path: Path) -> Path:
-    with raised_as(BundleError, f"no bundle at {shortened(str(path))!r}"):  # a cycle of links, an invalid file name
-        return path.resolve()
 
 
 def manifest_data(folder: Path, shown: Path | None = None) -> bytes:
@@ -436,7 +424,7 @@ def _parsed_manifest(file: Path, data: bytes) -> schema.Manifest:
         where = shortened(".".join(str(part) for part in first["loc"])) or "the document"
         why = shortened(first["msg"].removeprefix("Value error, "))
         raise BundleError(f"{file} is not a valid manifest: {where}: {why}; deploy the model again") from error
-    if (inconsistency := manifest.inconsistency()) is not None:
+    if (inconsistency := next(inconsistencies(manifest), None)) is not None:
         raise BundleError(f"{file} is not a valid manifest: {shortened(inconsistency)}; deploy the model again")
     return manifest
 

@@ -1,38 +1,27 @@
-"""The manifest of a bundle: every record in `manifest.json`, and the names of the other files."""
+"""The manifest of a bundle: every record in `manifest.json`, the types of its fields, and the names of other files.
+
+A manifest is untrusted, so all of it is validated before anything uses it: names lead to no path outside the bundle,
+numbers are finite and in range, texts have a bounded length.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints
 
-from attnforge.bundle.fields import (
-    LARGEST_SIZE,
-    MOST_DIMS,
-    Count,
-    DType,
-    Expression,
-    FileName,
-    ModelName,
-    Name,
-    Positive,
-    PrecisionName,
-    Seconds,
-    Seed,
-    Sha256,
-    Size,
-    StoredRecord,
-    TargetFile,
-    Threads,
-    Whole,
-)
 from attnforge.certificate import Certificate
+from attnforge.errors import CONTROL
 from attnforge.machine import Machine
+from attnforge.precision import PRECISIONS
+from attnforge.records import Record
+
+T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
@@ -61,7 +50,90 @@ REFERENCE_OUTPUTS = "reference/outputs.safetensors"
 REFERENCE_EXAMPLE = "reference/example.safetensors"
 
 
-T = TypeVar("T")
+# --- types of fields -------------------------------------------------------------------------------------------------
+
+LONGEST_NAME, LONGEST_FILE, LONGEST_SIZE = 1024, 512, 4096
+"""Maximum length of a name, of a file name, and of an expression of sizes, in characters."""
+
+LARGEST_SIZE = 2**48
+"""The largest size of a dim."""
+
+MOST_DIMS = 64
+"""Maximum number of dims of a tensor, as in NumPy."""
+
+MOST_THREADS = 1024
+"""Maximum number of threads of one run."""
+
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
+    "float64",
+)  # fmt: skip
+"""Dtypes of inputs and outputs."""
+
+
+class StoredRecord(Record):
+    """A record of the manifest. Its numbers are finite, because JSON has no others."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _plain(text: str) -> str:
+    if CONTROL.search(text):
+        raise ValueError("a name with a control character")
+    return text
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or PureWindowsPath(name).drive or ".." in path.parts:
+        raise ValueError(f"{name!r} is outside the bundle; do not use it")
+    if path.as_posix() != name or "\\" in name or name == ".":
+        raise ValueError(f"{name!r} is not a normalised relative path with /")
+    return name
+
+
+def _one_of(kind: str, known: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"an unknown {kind}; known: {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_plain)]
+"""The name of a model, tensor, case or target."""
+
+FileName = Annotated[
+    str, StringConstraints(min_length=1, max_length=LONGEST_FILE), AfterValidator(_plain), AfterValidator(_inside)
+]
+"""The name of a file of the bundle, relative to the bundle, with `/` between folders."""
+
+ModelName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
+"""The name of an ONNX file of the bundle."""
+
+OF_PACKAGES = "targets"
+"""The folder of a bundle in which each target of another package has one."""
+
+TargetFile = Annotated[FileName, StringConstraints(pattern=rf"\.onnx$|^{OF_PACKAGES}/[^/]+/[^/]+$")]
+"""The name of a file that a target runs: an ONNX file, or any one in the folder of a target of another package."""
+
+Expression = Annotated[str, StringConstraints(max_length=LONGEST_SIZE), AfterValidator(_plain)]
+"""A symbol, or an expression of symbols."""
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+DType = Annotated[str, _one_of("dtype", DTYPES)]
+PrecisionName = Annotated[str, _one_of("precision", tuple(PRECISIONS))]
+Size = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
+Count = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, le=LARGEST_SIZE)]
+Positive = Annotated[float, Field(ge=0)]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 class DimSpec(StoredRecord):
@@ -627,25 +699,19 @@ class Manifest(StoredRecord):
         return f"{self.name} was kept although it is wrong, or not proved to be right: {self.wrong.text()}"
 
     @property
-    def ranges(self) -> str:
-        """The range of every dynamic dim of the inputs."""
-        return ranges_of(self.inputs)
+    def interface(self) -> list[str]:
+        """What the model takes and returns, and the ranges of the dynamic dims of its inputs, a line each."""
+        lines = [f"in  {spec.name}: {spec.text()}" for spec in self.inputs]
+        lines += [f"out {spec.name}: {spec.text()}" for spec in self.outputs]
+        return [*lines, f"sizes: {ranges}"] if (ranges := ranges_of(self.inputs)) else lines
 
     def summary(self) -> str:
         """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
         not, a line each."""
-        lines = [f"{self.name} {self.precision}"]
-        for kind, specs in (("in ", self.inputs), ("out", self.outputs)):
-            lines += [f"{kind} {spec.name}: {spec.text()}" for spec in specs]
         fused = [f"{count} fused by {target}" for target, count in self.attention.fused.items()]
         sites = f"attention: {self.attention.sites} sites, {self.attention.canonical} canonical"
-        lines += [f"sizes: {self.ranges}"] if self.ranges else []
         unfused = [f"not fused by {one.target}: {one.site}: {one.reason}" for one in self.attention.unfused]
-        return "\n".join([*lines, ", ".join([sites, *fused]), *unfused])
-
-    def inconsistency(self) -> str | None:
-        """Return the first inconsistency between fields that are valid by themselves; None if there is none."""
-        return next(_inconsistencies(self), None)
+        return "\n".join([f"{self.name} {self.precision}", *self.interface, ", ".join([sites, *fused]), *unfused])
 
 
 def dim_name(symbol: str | None, tensor: str, axis: int) -> str:
@@ -679,69 +745,3 @@ def graph_tensors(
         outputs = [spec.model_copy(update={"dims": [batch, dim, *spec.dims[2:]]}) for spec in outputs]
     following = [spec.model_copy(update={"name": spec.name + NEXT}) for spec in decoding.tensors]
     return [*taken, *decoding.tensors], [*outputs, *following]
-
-
-def _inconsistencies(manifest: Manifest) -> Iterator[str]:
-    for name in _named_files(manifest):
-        if name not in manifest.files:
-            yield f"it has no {name}, which the manifest names: its `files` do not list it"
-    yield from _repeated("inputs", manifest.inputs)
-    yield from _repeated("outputs", manifest.outputs)
-    yield from _repeated("cases", manifest.cases)
-    if not manifest.outputs:
-        yield "outputs: there are none"
-    symbols: set[str] = set()
-    for spec in manifest.inputs:
-        for dim in spec.dims:
-            if isinstance(dim, DimSpec):
-                symbols.add(dim.symbol)
-                if dim.min is None or dim.opt is None or dim.max is None or not dim.min <= dim.opt <= dim.max:
-                    yield f"inputs: {spec.name} has a dim {dim.text} without min <= opt <= max"
-        if spec.low is not None and (spec.high is None or spec.low > spec.high):
-            yield f"inputs: {spec.name} has numbers from {spec.low} to {spec.high}"
-        if spec.excludes is not None and not spec.dtype.startswith(("float", "bfloat")):
-            yield f"inputs: {spec.name} is of {spec.dtype}, which excludes no keys by a number"
-        if spec.setting is not None and spec.setting[0] > spec.setting[1]:
-            yield f"inputs: {spec.name} has a setting from {spec.setting[0]} to {spec.setting[1]}"
-    for case in [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]:
-        if missing := symbols - case.sizes.keys():
-            yield f"cases: {case.name} has no size of {min(missing)}"
-    if (decoding := manifest.decoding) is not None:
-        yield from _inconsistencies_of_steps(manifest, decoding)
-        symbols |= {decoding.kept} if decoding.kept is not None else set()
-    for target, record in manifest.targets.items():
-        for engine in record.engines:
-            for profile in engine.profiles:
-                if profile.keys() != symbols or any(not low <= opt <= high for low, opt, high in profile.values()):
-                    yield f"targets.{target}: a profile of {engine.file} is of other dims, or without min <= opt <= max"
-
-
-def _repeated(kind: str, named: Sequence[TensorSpec | Case]) -> Iterator[str]:
-    """Yield an inconsistency for every name that occurs more than once."""
-    counts = Counter(each.name for each in named)
-    yield from (f"{kind}: {name} occurs twice" for name, count in counts.items() if count > 1)
-
-
-def _inconsistencies_of_steps(manifest: Manifest, decoding: Decoding) -> Iterator[str]:
-    """Yield inconsistencies of the record of decoder steps."""
-    if [spec.name for spec in manifest.inputs] != [decoding.tokens] or len(manifest.inputs[0].dims) < 2:
-        yield f"decoding: the tokens {decoding.tokens} are not the only input, (batch, tokens, …)"
-        return
-    yield from _repeated("decoding", manifest.graph_inputs)
-    for spec in decoding.tensors:
-        sizes = [dim for dim in spec.dims[1:] if isinstance(dim, int)]
-        if len(sizes) != 3 or len(spec.dims) != 4 or sizes[1] != decoding.places:
-            yield f"decoding: the cache {spec.name} is {spec.text()}, not (batch, heads, {decoding.places}, size)"
-    for spec in (*manifest.inputs, *manifest.outputs):
-        if len(spec.dims) < 2 or any(isinstance(dim, DimSpec) for dim in spec.dims[2:]):
-            yield f"decoding: {spec.name} is {spec.text()}, not (batch, tokens, …) followed by fixed sizes"
-
-
-def _named_files(manifest: Manifest) -> Iterator[str]:
-    for record in manifest.targets.values():
-        yield record.model
-        yield from (engine.file for engine in record.engines)
-        optimized = record.session.optimized if record.session is not None else None
-        yield from (name for name in (record.cuda_model, optimized) if name is not None)
-    if manifest.decoding is not None and manifest.decoding.tokenizer is not None:
-        yield manifest.decoding.tokenizer

@@ -32,11 +32,8 @@ def print_bundle(bundle: Bundle, verbose: bool = True) -> None:
     """Print a bundle's contents and how each attention site was lowered, and with `verbose` what deploying it cost."""
     manifest = bundle.manifest
     out.print(f"[bold]{escape(manifest.name)}[/] {manifest.precision} in {escape(str(bundle.path))}", soft_wrap=True)
-    for kind, specs in (("in ", manifest.inputs), ("out", manifest.outputs)):
-        for spec in specs:
-            say(f"{kind} {spec.name}: {spec.text()}", indent=2)
-    if manifest.ranges:
-        say(f"sizes: {manifest.ranges}", indent=2)
+    for line in manifest.interface:
+        say(line, indent=2)
     if (decoding := manifest.decoding) is not None:
         size = decoding.bytes_a_sample
         text = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from attnforge.bundle.external import locations, messages
-from attnforge.bundle.fields import LONGEST_NAME, MOST_DIMS
+from attnforge.bundle.schema import LONGEST_NAME, MOST_DIMS
 from attnforge.errors import CONTROL, CaptureError, UnavailableError, UsageError, first_line, shortened
 from attnforge.export.graphs.nodes import constant_of, optional_input
 from attnforge.export.room import Numbers, most_alive

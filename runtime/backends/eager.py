@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnforge.arrays import Array, to_numpy, to_torch
 from attnforge.bundle import Bundle
-from attnforge.bundle.fields import LONGEST_NAME
+from attnforge.bundle.schema import LONGEST_NAME
 from attnforge.errors import CONTROL, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.backends.backend import Backend

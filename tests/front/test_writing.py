@@ -31,7 +31,6 @@ from attnforge.atomic import (
     written_whole,
 )
 from attnforge.bundle import MANIFEST, Bundle, writing
-from attnforge.bundle.output import check_place
 from attnforge.errors import UsageError
 
 IS_ROOT = os.getuid() == 0
@@ -125,16 +124,17 @@ def test_no_bundle_is_made_inside_a_bundle(copy: Path, tmp_path: Path, below: st
     (tmp_path / "link").symlink_to(copy)
     for outer in (copy, tmp_path / "link"):
         with pytest.raises(UsageError, match=r"is inside the bundle .*copy; choose a folder outside it"):
-            check_place(outer / below, False)
+            writing(outer / below, False)
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / MANIFEST).write_text('{"name": "a web page"}')
-    assert check_place(tmp_path / "app/bundle", False) == tmp_path / "app/bundle"
+    with writing(tmp_path / "app/bundle", False) as folder:
+        assert folder.parent == tmp_path / "app"
 
 
 def test_a_folder_that_is_not_utf_8_is_refused_before_the_work(tmp_path: Path) -> None:
     for out in (tmp_path / os.fsdecode(b"\xff"), tmp_path / os.fsdecode(b"\xff") / "bundle"):
         with pytest.raises(UsageError, match="its path is not UTF-8; choose another"):
-            check_place(out, False)
+            writing(out, False)
 
 
 # --- permissions ------------------------------------------------------------------------------------------------------
