@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -60,16 +60,12 @@ def sweep(parent: Path, prefix: str, suffix: str) -> None:
         parent: folder to search.
         prefix, suffix: of their names.
     """
-    with suppress(OSError):
-        with os.scandir(parent) as entries:
-            names = [e.name for e in entries if e.name.startswith(prefix) and e.name.endswith(suffix)]
-        for name in names:
-            path = parent / name
-            with suppress(OSError):
-                if os.lstat(path).st_uid == os.getuid():
-                    with locked(path, wait=False) as lock:
-                        if lock is not None and _is(path, lock):
-                            remove(path)
+    for path in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
+        with suppress(OSError):
+            if os.lstat(path).st_uid == os.getuid():
+                with locked(path, wait=False) as lock:
+                    if lock is not None and _is(path, lock):
+                        remove(path)
 
 
 def remove(path: Path) -> None:
@@ -111,8 +107,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[int | None]:
 def _is(path: Path, number: int) -> bool:
     """Whether a path still refers to the open file."""
     with suppress(OSError):
-        current, opened = os.lstat(path), os.fstat(number)
-        return os.path.samestat(current, opened) and not stat.S_ISLNK(current.st_mode)
+        return os.path.samestat(os.lstat(path), os.fstat(number))
     return False
 
 

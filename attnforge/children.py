@@ -114,7 +114,7 @@ def serve(request: type[R], answer: Callable[[R, Progress], Record]) -> None:
         request: type of the request.
         answer: takes the request and a receiver of progress; returns the answer.
     """
-    end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux then ends it however the parent ends
     reporter = _Reporter()
     reporter.write(answer(request.model_validate_json(sys.stdin.read()), reporter))
 
@@ -156,11 +156,6 @@ def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         paths.append(str(Path(__file__).resolve().parent.parent))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **(further or {})}
-
-
-def end_with_parent() -> None:
-    """Make Linux end this process when its parent ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -12,11 +12,11 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from attnforge.memory import cgroups, entries
+from attnforge.memory import cgroup_numbers, entries
 from attnforge.records import Record
 from attnforge.version import __version__
 
@@ -86,19 +86,12 @@ def cpu_quota(root: Path = Path("/")) -> float:
     Args:
         root: root of the file system.
     """
-    quotas = [_quota(group, files) for controller, files in _QUOTA_FILES.items() for group in cgroups(controller, root)]
-    return min(quotas, default=math.inf)
+    numbers = cgroup_numbers(_QUOTA_FILES, root)
+    return min((quota / period for _, quota, period in numbers if quota > 0 < period), default=math.inf)
 
 
 _QUOTA_FILES = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
 """Files with a cgroup's quota and its period, both in microseconds, by controller: version 2, then 1."""
-
-
-def _quota(group: Path, files: Sequence[str]) -> float:
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = map(int, " ".join((group / file).read_text(encoding="ascii") for file in files).split())
-        return quota / period if quota > 0 else math.inf
-    return math.inf  # "max" is not a number
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,13 +60,32 @@ def available(root: Path = Path("/")) -> int | None:
         root: root of the file system.
     """
     left = [_kilobytes(root / "proc/meminfo", "MemAvailable")]
-    for controller, (limit, used) in _GROUP_FILES.items():
-        left += [_left(group, limit, used) for group in cgroups(controller, root)]
+    for group, most, taken in cgroup_numbers(_GROUP_FILES, root):
+        with suppress(OSError, ValueError):
+            stats = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            droppable = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))  # cached files
+            left.append(max(most - taken + droppable, 0))
     return min((size for size in left if size is not None), default=None)
 
 
-_GROUP_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+_GROUP_FILES = {"": ["memory.max", "memory.current"], "memory": ["memory.limit_in_bytes", "memory.usage_in_bytes"]}
 """Files with a cgroup's limit and its use, by controller: version 2, then version 1."""
+
+
+def cgroup_numbers(files: Mapping[str, Sequence[str]], root: Path = Path("/")) -> Iterator[tuple[Path, int, int]]:
+    """Yield this process's cgroups with the two numbers in their files, such as a limit and its use. A cgroup without a
+    limit, which has "max" in place of it, is left out.
+
+    Args:
+        files: names of the files, by controller as for :func:`cgroups`.
+        root: root of the file system.
+    """
+    for controller, names in files.items():
+        for group in cgroups(controller, root):
+            with suppress(OSError, ValueError):
+                texts = [(group / name).read_text(encoding="ascii") for name in names]
+                first, second = map(int, " ".join(texts).split())
+                yield group, first, second
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
@@ -97,12 +117,3 @@ def _kilobytes(file: Path, key: str) -> int | None:
     """Return an entry in kB of a file in Linux's /proc, in bytes; None on other systems."""
     entry = entries(file).get(key)
     return None if entry is None else 1024 * int(entry.split()[0])
-
-
-def _left(group: Path, limit: str, used: str) -> int | None:
-    """Return the bytes left of a cgroup's limit; cached files that the system may drop count as free."""
-    with suppress(OSError, ValueError):  # no such cgroup, or no limit ("max")
-        most, taken = (int((group / file).read_text(encoding="ascii")) for file in (limit, used))
-        stats = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        return max(most - taken + int(stats.get("total_inactive_file", stats.get("inactive_file", 0))), 0)
-    return None
