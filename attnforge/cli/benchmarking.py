@@ -26,58 +26,26 @@ _Decoding = partial(typer.Option, rich_help_panel="Decoding")
 
 
 def bench(
-    bundle: Annotated[
-        list[Path], typer.Argument(help="Bundle folders: one, or one model at several precisions.", show_default=False)
-    ],
+    bundle: Annotated[list[Path], typer.Argument(show_default=False)],
     backend: Backends = None,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Peer to compare with: eager, torch-compile, onnxruntime-plain, …, all or none; repeatable (default: "
-            "eager and onnxruntime-plain, without --decode)."
-        ),
-    ] = None,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Write the results to this file, as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Write the plots to this folder, as PNG files.")] = None,
-    old: Annotated[
-        Path | None, typer.Option("--compare", help="Earlier results (JSON) to compare with; exit 1 on a regression.")
-    ] = None,
-    trust_source: Annotated[
-        bool,
-        typer.Option(
-            "--trust-source", help="Allow peers to run the source code named in the manifest, with your permissions."
-        ),
-    ] = False,
+    against: list[str] | None = None,
+    out_file: Annotated[Path | None, typer.Option("--out")] = None,
+    html: Annotated[Path | None, typer.Option("--html")] = None,
+    plots: Path | None = None,
+    old: Annotated[Path | None, typer.Option("--compare")] = None,
+    trust_source: Annotated[bool, typer.Option("--trust-source")] = False,
     force: Force = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    quick: Annotated[
-        bool, _Timing("--quick", help="Measure only latency, and check outputs only on the timed inputs.")
-    ] = False,
-    shapes: Annotated[
-        list[str] | None, _Timing(help="Sizes of the dynamic dims, as name=number,name=number; repeatable.")
-    ] = None,
-    rounds: Annotated[int, _Timing(help="Timed rounds per contender.")] = 20,
-    openings: Annotated[
-        int | None,
-        _Timing(help="Loads of each contender, between which the rounds are split (default: 3, or 1 with --quick)."),
-    ] = None,
-    threads: Annotated[int | None, _Timing(help="Threads of each CPU contender (default: one per processor).")] = None,
-    decode: Annotated[
-        bool,
-        _Decoding(
-            "--decode", help="Time a decoder bundle: first token, each further token, and memory added per step."
-        ),
-    ] = False,
-    context: Annotated[
-        list[int] | None,
-        _Decoding(help="Tokens in the cache before the timed steps; repeatable (default: 128, 512, 1024)."),
-    ] = None,
-    prompt: Annotated[
-        list[int] | None, _Decoding(help="Prompt length to time, in tokens; repeatable (default: 16, 128, 512).")
-    ] = None,
-    batch: Annotated[int | None, _Decoding(help="Samples decoded at once (default: 1).")] = None,
+    quick: Annotated[bool, _Timing("--quick")] = False,
+    shapes: Annotated[list[str] | None, _Timing()] = None,
+    rounds: Annotated[int, _Timing()] = 20,
+    openings: Annotated[int | None, _Timing()] = None,
+    threads: Annotated[int | None, _Timing()] = None,
+    decode: Annotated[bool, _Decoding("--decode")] = False,
+    context: Annotated[list[int] | None, _Decoding()] = None,
+    prompt: Annotated[list[int] | None, _Decoding()] = None,
+    batch: Annotated[int | None, _Decoding()] = None,
 ) -> Answer:
     """Time a bundle's backends and their peers side by side.
 
@@ -88,6 +56,25 @@ def bench(
     Example: `attnforge bench vit-fp32 vit-bf16 --against all --html bench.html`
 
     Example: `attnforge bench my-llama-fp32 --decode --against all --context 128 --context 1024 --trust-source`
+
+    Args:
+        bundle: Bundle folders: one, or one model at several precisions.
+        against: Peer to compare with: eager, torch-compile, onnxruntime-plain, …, all or none; repeatable (default:
+            eager and onnxruntime-plain, without --decode).
+        out_file: Write the results to this file, as JSON.
+        html: Write a page with charts to this file.
+        plots: Write the plots to this folder, as PNG files.
+        old: Earlier results (JSON) to compare with; exit 1 on a regression.
+        trust_source: Allow peers to run the source code named in the manifest, with your permissions.
+        quick: Measure only latency, and check outputs only on the timed inputs.
+        shapes: Sizes of the dynamic dims, as name=number,name=number; repeatable.
+        rounds: Timed rounds per contender.
+        openings: Loads of each contender, between which the rounds are split (default: 3, or 1 with --quick).
+        threads: Threads of each CPU contender (default: one per processor).
+        decode: Time a decoder bundle: first token, each further token, and memory added per step.
+        context: Tokens in the cache before the timed steps; repeatable (default: 128, 512, 1024).
+        prompt: Prompt length to time, in tokens; repeatable (default: 16, 128, 512).
+        batch: Samples decoded at once (default: 1).
     """
     from attnforge.atomic import check_writable
     from attnforge.bench import results as files

@@ -24,19 +24,11 @@ if TYPE_CHECKING:
 
 def run(
     bundle: BundleArgument,
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            help="An .npy file, an image, a .txt file with a text on each line, an .npz of all inputs, or name=file "
-            "for each input."
-        ),
-    ],
-    out_file: Annotated[Path, typer.Option("--out", help="Output file (.npz).")] = Path("outputs.npz"),
+    inputs: Annotated[list[str], typer.Argument()],
+    out_file: Annotated[Path, typer.Option("--out")] = Path("outputs.npz"),
     backend: Backend = "auto",
     force: Force = False,
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Rebuild the TensorRT plan if this machine cannot load it.")
-    ] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
@@ -48,6 +40,12 @@ def run(
     Example: `attnforge run patch-attention-fp32 photograph.jpg --out tokens.npz`
 
     Example: `attnforge run cross-attention-fp32 query=q.npy memory=m.npy key_padding_mask=mask.npy`
+
+    Args:
+        inputs: An .npy file, an image, a .txt file with a text on each line, an .npz of all inputs, or name=file for
+            each input.
+        out_file: Output file (.npz).
+        rebuild: Rebuild the TensorRT plan if this machine cannot load it.
     """
     import numpy as np
 
@@ -85,14 +83,11 @@ def run(
 def verify(
     bundle: BundleArgument,
     backend: Backends = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with charts to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html")] = None,
     force: Force = False,
-    metric: Annotated[str | None, typer.Option(help="Task metric on the bundle's data: accuracy or cosine.")] = None,
-    least: Annotated[float | None, typer.Option(help="Minimum value of the metric (default: about float64's).")] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(help="Check outputs saved by `polygraphy run --save-outputs` instead of running the bundle."),
-    ] = None,
+    metric: str | None = None,
+    least: float | None = None,
+    results: Path | None = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
@@ -104,6 +99,12 @@ def verify(
     Example: `attnforge verify vit-fp16 --html vit-fp16.html`
 
     Example: `attnforge verify vit-fp16 --results run.json`
+
+    Args:
+        html: Write a page with charts to this file.
+        metric: Task metric on the bundle's data: accuracy or cosine.
+        least: Minimum value of the metric (default: about float64's).
+        results: Check outputs saved by `polygraphy run --save-outputs` instead of running the bundle.
     """
     if results is not None and len(backend or ()) > 1:
         raise UsageError(f"--results takes one backend, and {len(backend or ())} were given; name one, or none")
@@ -138,12 +139,8 @@ def verify(
 def diagnose(
     bundle: BundleArgument,
     backend: Backends = None,
-    case: Annotated[
-        str | None, typer.Option(help="Reference case to examine (default: the failing one, or the least accurate).")
-    ] = None,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Write files that reproduce a wrong rewrite to this folder.")
-    ] = None,
+    case: str | None = None,
+    out_folder: Annotated[Path | None, typer.Option("--out")] = None,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
@@ -154,6 +151,10 @@ def diagnose(
     while all backends pass and clipping costs no more than quantisation may.
 
     Example: `attnforge diagnose vit-fp16`
+
+    Args:
+        case: Reference case to examine (default: the failing one, or the least accurate).
+        out_folder: Write files that reproduce a wrong rewrite to this folder.
     """
     with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
@@ -163,13 +164,16 @@ def diagnose(
 
 def inspect(
     bundle: BundleArgument,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Add the cost of each deploy stage.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose")] = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
 ) -> Answer:
     """Show a bundle's contents and how each attention site was lowered.
 
     Example: `attnforge inspect vit-fp16 --json`
+
+    Args:
+        verbose: Add the cost of each deploy stage.
     """
     opened = attnforge.Bundle(bundle, trusted=trusted)
     return Answer(printing.summary(opened), lambda: printing.print_bundle(opened, verbose=verbose))
@@ -177,7 +181,7 @@ def inspect(
 
 def sign(
     bundle: BundleArgument,
-    key: Annotated[Path, typer.Option("--key", help="Elliptic-curve private key, in PEM format.")],
+    key: Annotated[Path, typer.Option("--key")],
     force: Force = False,
     as_json: Json = False,
 ) -> Answer:
@@ -187,6 +191,9 @@ def sign(
     others pass as `--trusted my.pub` with `openssl ec -in my.key -pubout -out my.pub`. Needs `attnforge[signing]`.
 
     Example: `attnforge sign vit-fp16 --key my.key`
+
+    Args:
+        key: Elliptic-curve private key, in PEM format.
     """
     file = attnforge.sign(bundle, key, force=force)
     return Answer({"bundle": str(bundle), "signature": str(file)}, lambda: say_path("signed", file))

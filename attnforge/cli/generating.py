@@ -20,21 +20,17 @@ _Sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 def generate(
     bundle: BundleArgument,
-    text: Annotated[str | None, typer.Argument(help="Prompt, encoded by the bundle's tokenizer.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Prompt as token ids, comma-separated.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of new tokens (default: 64, or what the cache has room for).")
-    ] = None,
+    text: Annotated[str | None, typer.Argument()] = None,
+    ids: str | None = None,
+    max_new_tokens: int | None = None,
     backend: Backend = "auto",
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    temperature: Annotated[float, _Sampling(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
-    top_k: Annotated[int | None, _Sampling(help="Sample from this many most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, _Sampling(help="Sample from the most likely tokens up to this total probability.")
-    ] = None,
-    seed: Annotated[int, _Sampling(help="Random seed for sampling.")] = 0,
-    stop: Annotated[str | None, _Sampling(help="Stop token ids, comma-separated (default: the bundle's).")] = None,
+    temperature: Annotated[float, _Sampling()] = 0.0,
+    top_k: Annotated[int | None, _Sampling()] = None,
+    top_p: Annotated[float | None, _Sampling()] = None,
+    seed: Annotated[int, _Sampling()] = 0,
+    stop: Annotated[str | None, _Sampling()] = None,
 ) -> Answer:
     """Generate text from a decoder bundle and stream it.
 
@@ -44,6 +40,16 @@ def generate(
     Example: `attnforge generate llama-fp16 "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95`
 
     Example: `attnforge generate llama-fp16 --ids 1,450,3118 --json`
+
+    Args:
+        text: Prompt, encoded by the bundle's tokenizer.
+        ids: Prompt as token ids, comma-separated.
+        max_new_tokens: Maximum number of new tokens (default: 64, or what the cache has room for).
+        temperature: Sampling temperature; 0 selects the most likely token.
+        top_k: Sample from this many most likely tokens.
+        top_p: Sample from the most likely tokens up to this total probability.
+        seed: Random seed for sampling.
+        stop: Stop token ids, comma-separated (default: the bundle's).
     """
     if (text is None) == (ids is None):
         raise UsageError("give either a prompt text or token ids with --ids")

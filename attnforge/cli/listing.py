@@ -18,7 +18,7 @@ from attnforge.version import __version__
 
 
 def models(
-    model: Annotated[str | None, typer.Argument(help="Show the inputs of this model, named as for deploy.")] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
     option: Options = None,
     as_json: Json = False,
 ) -> Answer:
@@ -27,6 +27,9 @@ def models(
     Example: `attnforge models`
 
     Example: `attnforge models hf:all-MiniLM-L6-v2 -o max_batch=32`
+
+    Args:
+        model: Show the inputs of this model, named as for deploy.
     """
     import inspect
 
@@ -72,9 +75,7 @@ def _inputs(model: str, options: Mapping[str, str]) -> Answer:
 
 
 def demo(
-    folder: Annotated[
-        Path, typer.Option("--out", help="Folder for bundles, pictures and pages; an earlier demo's are replaced.")
-    ] = Path("attnforge-demo"),
+    folder: Annotated[Path, typer.Option("--out")] = Path("attnforge-demo"),
     as_json: Json = False,
 ) -> Answer:
     """Deploy and verify two small models on handwritten digits and a photograph: a few minutes, without a network.
@@ -82,6 +83,9 @@ def demo(
     Needs `attnforge[data,report]`.
 
     Example: `attnforge demo`
+
+    Args:
+        folder: Folder for bundles, pictures and pages; an earlier demo's are replaced.
     """
     from attnforge.demo import run
 

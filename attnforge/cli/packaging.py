@@ -23,35 +23,22 @@ _Batching = partial(typer.Option, rich_help_panel="Triton: batching")
 
 def package(
     context: typer.Context,
-    bundle: Annotated[list[Path], typer.Argument(help="Bundle folders.", show_default=False)],
-    form: Annotated[str, typer.Option("--for", help="Tool to package for: triton or polygraphy.", show_default=False)],
-    out_folder: Annotated[
-        Path, typer.Option("--out", help="Model repository, or a new folder for Polygraphy.", show_default=False)
-    ],
+    bundle: Annotated[list[Path], typer.Argument(show_default=False)],
+    form: Annotated[str, typer.Option("--for", show_default=False)],
+    out_folder: Annotated[Path, typer.Option("--out", show_default=False)],
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    backend: Annotated[
-        str,
-        _Model(
-            "--backend",
-            "-b",
-            help="Triton backend: python (a Session), onnxruntime (the model) or tensorrt (the plans).",
-        ),
-    ] = "python",
-    version: Annotated[int | None, _Model(help="Model version, to add one to a repository (default: 1).")] = None,
-    name: Annotated[str | None, _Model(help="Model name (default: NAME-PRECISION of the bundle).")] = None,
-    session: Annotated[str, _Model(help="Backend of the Session, by name, or auto.")] = "auto",
-    threads: Annotated[int | None, _Model(help="Threads of each CPU instance (default: one per processor).")] = None,
-    instances: Annotated[int, _Model(help="Number of instances, each with its own weights.")] = 1,
-    kind: Annotated[str, _Model(help="Where instances run: cpu, gpu or auto.")] = "auto",
-    server_tensorrt: Annotated[str | None, _Model(help="TensorRT version of the server, such as 10.7.")] = None,
-    max_batch: Annotated[
-        int | None, _Batching(help="Maximum batch size, 0 for no batching (default: the bundle's maximum).")
-    ] = None,
-    preferred: Annotated[
-        str | None, _Batching(help="Preferred batch sizes, comma-separated (default: measured on this machine).")
-    ] = None,
-    max_delay: Annotated[int, _Batching(help="Maximum time a request may wait for others, in microseconds.")] = 0,
+    backend: Annotated[str, _Model("--backend", "-b")] = "python",
+    version: Annotated[int | None, _Model()] = None,
+    name: Annotated[str | None, _Model()] = None,
+    session: Annotated[str, _Model()] = "auto",
+    threads: Annotated[int | None, _Model()] = None,
+    instances: Annotated[int, _Model()] = 1,
+    kind: Annotated[str, _Model()] = "auto",
+    server_tensorrt: Annotated[str | None, _Model()] = None,
+    max_batch: Annotated[int | None, _Batching()] = None,
+    preferred: Annotated[str | None, _Batching()] = None,
+    max_delay: Annotated[int, _Batching()] = 0,
 ) -> Answer:
     """Create a Triton model repository, or a Polygraphy comparison folder.
 
@@ -62,6 +49,22 @@ def package(
     Example: `attnforge package vit-fp16 --for triton --out repository`
 
     Example: `attnforge package vit-fp16 --for polygraphy --out comparison`
+
+    Args:
+        bundle: Bundle folders.
+        form: Tool to package for: triton or polygraphy.
+        out_folder: Model repository, or a new folder for Polygraphy.
+        backend: Triton backend: python (a Session), onnxruntime (the model) or tensorrt (the plans).
+        version: Model version, to add one to a repository (default: 1).
+        name: Model name (default: NAME-PRECISION of the bundle).
+        session: Backend of the Session, by name, or auto.
+        threads: Threads of each CPU instance (default: one per processor).
+        instances: Number of instances, each with its own weights.
+        kind: Where instances run: cpu, gpu or auto.
+        server_tensorrt: TensorRT version of the server, such as 10.7.
+        max_batch: Maximum batch size, 0 for no batching (default: the bundle's maximum).
+        preferred: Preferred batch sizes, comma-separated (default: measured on this machine).
+        max_delay: Maximum time a request may wait for others, in microseconds.
     """
     check_known("form", form, FORMS)
     if form == "polygraphy":

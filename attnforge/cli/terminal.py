@@ -4,15 +4,17 @@ commands, shown as JSON or as text."""
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
+import re
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -188,10 +190,11 @@ class Answer:
 
 
 def answering(command: Callable[..., Answer]) -> Callable[..., None]:
-    """Wrap a command so that its answer is shown.
+    """Wrap a command so that its answer is shown, and its help is its docstring: of each option, the text in `Args`.
 
     Args:
-        command: takes the option `as_json`, as every command does.
+        command: takes the option `as_json`, as every command does. Options that several commands share have their help
+            in :mod:`attnforge.cli.options`.
 
     Raises:
         typer.Exit: the answer is not ok.
@@ -207,4 +210,20 @@ def answering(command: Callable[..., Answer]) -> Callable[..., None]:
         if not answer.ok:
             raise typer.Exit(1)
 
+    run.__doc__, _, arguments = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
+    entries = (" ".join(entry.split()).partition(": ") for entry in re.split(r"\n(?=    \S)", arguments))
+    helps = {name: text for name, _, text in entries}
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [_with_help(parameter, helps.get(parameter.name)) for parameter in signature.parameters.values()]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _with_help(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
+    """Return a parameter of a command with this help; without a text, unchanged."""
+    if text is None:
+        return parameter
+    is_annotated = get_origin(parameter.annotation) is Annotated
+    kind, info = get_args(parameter.annotation) if is_annotated else (parameter.annotation, typer.Option())
+    info.help = text
+    return parameter.replace(annotation=Annotated[kind, info])

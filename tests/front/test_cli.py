@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import typer
 from onnx import numpy_helper
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -27,7 +28,7 @@ from attnforge.bench import run as measure
 from attnforge.bench.limits import ceilings
 from attnforge.bench.results import read
 from attnforge.bundle import REFERENCE_OUTPUTS, Bundle, Source, write_manifest
-from attnforge.cli import main, out
+from attnforge.cli import app, main, out
 from attnforge.demo import Demo, Row
 from attnforge.export.deploy import deploy
 from attnforge.model.registry import MODELS, build_model
@@ -434,6 +435,13 @@ def test_every_command_has_help_with_an_example_or_two(here: Here, command: str)
     done = here(command, "--help")
     assert done.returncode == 0
     assert 1 <= done.stdout.count("Example: attnforge ") <= 2
+
+
+def test_every_option_has_help() -> None:
+    group: Any = typer.main.get_command(app)
+    assert [
+        f"{name} {o.name}" for name, c in group.commands.items() for o in c.params if not getattr(o, "help", 0)
+    ] == []
 
 
 def test_without_a_command_it_says_what_to_do_first(here: Here) -> None:
