@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,17 +79,20 @@ def bench(
     from attnforge.atomic import check_writable
     from attnforge.bench import results as files
     from attnforge.bench.compare import compare
+    from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
     from attnforge.bench.page import write_page
     from attnforge.bench.plots import save_plots
     from attnforge.report.render import check_page
 
+    if decode and len(bundle) > 1:
+        raise UsageError("--decode measures one bundle at a time")
+    refused: dict[str, object] = {"--context": context, "--prompt": prompt, "--batch": batch}
+    where, instead = "without --decode", "add --decode"
     if decode:
-        if len(bundle) > 1:
-            raise UsageError("--decode measures one bundle at a time")
-        no = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
-        _refuse("with --decode", no, "it has --context, --prompt, --batch, --out and --json")
-    else:
-        _refuse("without --decode", {"--context": context, "--prompt": prompt, "--batch": batch}, "add --decode")
+        refused = {"--shapes": shapes, "--html": html, "--plots": plots, "--compare": old}
+        where, instead = "with --decode", "it has --context, --prompt, --batch, --out and --json"
+    if given := next((name for name, value in refused.items() if value), None):
+        raise UsageError(f"{given} means nothing {where}; {instead}")
     if "none" in (against or ()) and len(against or ()) > 1:
         raise UsageError("--against none leaves out all peers, and others were named; give none alone, or the others")
     if out_file is not None:
@@ -116,7 +119,8 @@ def bench(
         files.write(results, out_file)
     document, compared = results.model_dump(mode="json"), list[str]()
     if isinstance(results, files.DecodingResults):
-        ok, show = _decodes(results), partial(printing.print_decoding, results)
+        ok = results.best is not None and not results.wrong.keys() - DECODING_PEERS.keys()
+        show = partial(printing.print_decoding, results)
     else:
         ok, show = _holds(results, backend or ()), partial(printing.print_results, results)
         if earlier is not None:
@@ -138,35 +142,15 @@ def bench(
     return Answer(document, view, ok)
 
 
-def _refuse(where: str, given: Mapping[str, object], instead: str) -> None:
-    """Refuse options that have no meaning in this mode.
-
-    Raises:
-        UsageError: one of them was given.
-    """
-    for name, value in given.items():
-        if value:
-            raise UsageError(f"{name} means nothing {where}; {instead}")
-
-
-def _decodes(results: DecodingResults) -> bool:
-    """Whether one of the bundle's backends was timed, and none is wrong."""
-    from attnforge.bench.contenders.decoding.registry import DECODING_PEERS
-
-    return results.best is not None and not results.wrong.keys() - DECODING_PEERS.keys()
-
-
 def _holds(results: Results, named: Sequence[str]) -> bool:
     """Whether one of our backends was timed for every model, and none that is shipped, named or loaded by `auto` is
     wrong."""
     from attnforge.runtime.backends.registry import REGISTRY
 
-    wrong, loaded = set(), set()
-    for model in results.models:
-        ours = [contender for contender in model.contenders if contender.ours]
-        if not ours:
-            return False
-        wrong |= {key.partition(" ")[0] for key in model.wrong}
-        wrong |= {contender.name for contender in ours if contender.wrong_in is not None}
-        loaded |= {contender.name for contender in model.contenders if contender.picked}
-    return not wrong & (loaded | {name for name, row in REGISTRY.items() if row.targets or name in named})
+    contenders = [contender for model in results.models for contender in model.contenders]
+    wrong = {key.partition(" ")[0] for model in results.models for key in model.wrong}
+    wrong |= {contender.name for contender in contenders if contender.ours and contender.wrong_in is not None}
+    counted = {contender.name for contender in contenders if contender.picked}
+    counted |= {name for name, row in REGISTRY.items() if row.targets or name in named}
+    are_timed = all(any(contender.ours for contender in model.contenders) for model in results.models)
+    return are_timed and not wrong & counted

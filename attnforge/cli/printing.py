@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from attnforge.cli.terminal import escape, out, print_table, say, say_reasons
-from attnforge.report.render import by_reason, error, interval, percent, rounded, sizes_text
+from attnforge.report.render import error, interval, percent, rounded, sizes_text
 
 if TYPE_CHECKING:
     from attnforge.bench.results import Contender, DecodingResults, Environment, Model, Results
@@ -125,8 +125,7 @@ def _print_quantised(quantised: Quantised, targets: Mapping[str, TargetRecord]) 
         if record.low_bit_attention is not None:
             fused = f"{record.low_bit_attention} of {len(quantised.attention)} attention sites"
             say(f"{name}: {fused} fused in {quantised.type}", indent=2)
-    for names, reason in by_reason(quantised.kept):
-        say(f"not in {quantised.type}, {names}: {reason}", "dim", indent=2)
+    say_reasons(quantised.kept, f"not in {quantised.type}, {{}}", "dim", indent=2)
 
 
 # --- attention sites --------------------------------------------------------------------------------------------------
@@ -141,8 +140,7 @@ def print_sites(attention: Certificate) -> None:
     say(f"attention: {attention.sites} sites, {attention.canonical} canonical; {fused}")
     for sites in alike(attention.details):
         _print_group([site.site for site in attention.details], sites)
-    for names, reason in by_reason(attention.other_softmaxes):
-        say(f"softmax, but no attention, in {names}: {reason}", "dim", indent=2)
+    say_reasons(attention.other_softmaxes, "softmax, but no attention, in {}", "dim", indent=2)
 
 
 def _faster_unfused(attention: Certificate, target: str) -> str:
@@ -191,11 +189,10 @@ def _print_group(known: Sequence[str], sites: Sequence[SiteRecord]) -> None:
         say(f"{name}: {target.form}", indent=4)
         if target.kernel is not None:
             say(f"fused: {_first_of([v.kernel for v in versions])}", "green", indent=6)
-            say(_first_of([v.why for v in versions]), "dim", indent=6)
         elif target.reason is not None:
             text, style = ("faster unfused", None) if _is_faster_unfused(target) else ("not fused", "yellow")
             say(f"{text}: {_first_of([v.reason for v in versions])}", style, indent=6)
-        else:
+        if target.kernel is not None or target.reason is None:
             say(_first_of([v.why for v in versions]), "dim", indent=6)
 
 

@@ -70,10 +70,10 @@ def say(text: str, style: str | None = None, indent: int = 0) -> None:
         out.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def say_reasons(reasons: Mapping[str, str], statement: str, style: str | None = None) -> None:
+def say_reasons(reasons: Mapping[str, str], statement: str, style: str | None = None, indent: int = 0) -> None:
     """Print a statement with its reason; names with the same reason are joined: `eager, openvino did not run: …`."""
     for names, reason in by_reason(reasons):
-        say(f"{statement.format(names)}: {reason}", style)
+        say(f"{statement.format(names)}: {reason}", style, indent)
 
 
 def say_path(label: str, path: object) -> None:
