@@ -42,8 +42,9 @@ TITLES = ("backend", "fused", "error", "budget", "accuracy", "as eager", "median
 SIDE = 112
 """Height and width of the photograph: 784 tokens. Of 224, attention in fp16 on a CPU would take minutes."""
 
+DIGITS = "patch-attention-digits"
 MODELS: dict[str, dict[str, Any]] = {
-    "patch-attention-digits": {},
+    DIGITS: {},
     "patch-attention": {"image_size": SIDE, "max_image_size": SIDE},
 }
 """The demo's models, with their options."""
@@ -143,9 +144,11 @@ def run(out: Path, progress: Callable[[str], None]) -> Demo:
 def real_example(name: str) -> Tensor:
     """Return real input as the example, so that the bundle is verified on it too: (32, 1, 8, 8) digits or
     (1, 3, 112, 112) pixels, float32 from 0 to 1."""
-    if name == "patch-attention-digits":
-        return load_digits_split().test_images[:32]
-    return photographs(SIDE, SIDE)[:1]
+    return _real_images(name)[:32]
+
+
+def _real_images(name: str) -> Tensor:
+    return load_digits_split().test_images if name == DIGITS else photographs(SIDE, SIDE)[:1]
 
 
 def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
@@ -160,15 +163,22 @@ def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
         eager's row, then a row for every backend that ran here or has a plan in the bundle.
     """
     name = bundle.manifest.name
-    on_real_input = _classify if name == "patch-attention-digits" else _run_on_photograph
-    rows: list[Row] = []
+    images = _real_images(name).numpy()
+    rows = list(_rows(bundle, report))
     reference: Array | None = None
-    for row in _rows(bundle, report):
-        rows.append(row)
+    for row in rows:
         if row.backend == "eager" or row.backend in report.backends:
             module = build_model(name, **MODELS[name]).module if row.backend == "eager" else None
             with attnforge.load(bundle, row.backend, module=module) as session:
-                reference = on_real_input(session, row, reference, out)
+                feed = images.astype(session.inputs[0].dtype)
+                output = session(feed).astype(np.float64)
+                times = medians({row.backend: partial(session, feed)}, rounds=5, seconds=float("inf"))
+            row.median_ms = f"{times[row.backend]:.1f}"
+            if name == DIGITS:
+                reference = _compare_classes(row, output, reference)
+            else:
+                reference = _compare_tokens(row, output[0], reference)
+                _draw(np.linalg.norm(output[0], axis=-1), out / f"photograph-{row.backend}-{row.precision}.png")
     return rows
 
 
@@ -195,38 +205,23 @@ def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
         yield row
 
 
-def _classify(session: attnforge.Session, row: Row, reference: Array | None, out: Path) -> Array:
-    """Classify the test set and return eager's classes, (n,) int64: `reference`, or for eager its own."""
-    del out
-    split = load_digits_split()
-    logits, row.median_ms = _timed(session, split.test_images.numpy().astype(session.inputs[0].dtype))
-    predicted = np.asarray(logits.astype(np.float64).argmax(-1))
+def _compare_classes(row: Row, logits: Array, reference: Array | None) -> Array:
+    """Compare the classes of the test set with its labels and with eager's, (n,) int64, and return eager's:
+    `reference`, or for eager its own."""
+    predicted = np.asarray(logits.argmax(-1))
     reference = predicted if reference is None else reference
-    row.accuracy = f"{np.mean(predicted == split.test_labels.numpy()):.2%}"
+    row.accuracy = f"{np.mean(predicted == load_digits_split().test_labels.numpy()):.2%}"
     row.agreement = f"{np.mean(predicted == reference):.2%}"
     return reference
 
 
-def _run_on_photograph(session: attnforge.Session, row: Row, reference: Array | None, out: Path) -> Array:
-    """Run patch attention on a photograph and draw the norm of each output token.
-
-    Returns:
-        eager's outputs, (tokens, features) float64: `reference`, or for eager its own.
-    """
-    tokens, row.median_ms = _timed(session, photographs(SIDE, SIDE)[:1].numpy().astype(session.inputs[0].dtype))
-    tokens = tokens[0].astype(np.float64)
+def _compare_tokens(row: Row, tokens: Array, reference: Array | None) -> Array:
+    """Compare the outputs of patch attention with eager's, (tokens, features), and return eager's: `reference`, or for
+    eager its own."""
     reference = tokens if reference is None else reference
     cosine = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
     row.agreement = f"cos {cosine:.6f}"
-    _draw(np.linalg.norm(tokens, axis=-1), out / f"photograph-{row.backend}-{row.precision}.png")
     return reference
-
-
-def _timed(session: attnforge.Session, feed: Array) -> tuple[Array, str]:
-    """Return the output of a session with one input and one output, and its median milliseconds."""
-    output: Array = session(feed)
-    times = medians({session.backend: partial(session, feed)}, rounds=5, seconds=float("inf"))
-    return output, f"{times[session.backend]:.1f}"
 
 
 def _draw(lengths: Array, file: Path) -> None:
