@@ -18,9 +18,8 @@ from typer.core import TyperCommand
 
 from attnforge.cli import ending, terminal
 from attnforge.cli.benchmarking import bench
-from attnforge.cli.bundles import diagnose, inspect, run, sign, verify
+from attnforge.cli.bundles import diagnose, generate, inspect, run, sign, verify
 from attnforge.cli.deploying import deploy
-from attnforge.cli.generating import generate
 from attnforge.cli.listing import demo, doctor, models
 from attnforge.cli.packaging import package
 from attnforge.cli.refusing import report_error

@@ -1,25 +1,25 @@
-"""The commands that take one bundle: `attnforge run | verify | diagnose | inspect | sign`."""
+"""The commands that take one bundle: `attnforge run | generate | verify | diagnose | inspect | sign`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import attnforge
 from attnforge.atomic import check_writable
 from attnforge.cli import printing
-from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys
-from attnforge.cli.terminal import Answer, escape, out, print_table, say, say_path, say_reasons, stages_shown
-from attnforge.errors import UsageError
-from attnforge.report.render import check_page, error
+from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json, TrustedKeys, whole_numbers
+from attnforge.cli.terminal import Answer, out, say, say_path, stages_shown
+from attnforge.errors import UsageError, plain
+from attnforge.report.render import check_page
 
-if TYPE_CHECKING:
-    from attnforge.export.diagnosis.diagnose import Diagnosis
-    from attnforge.report.quantising import QuantisingCost
-    from attnforge.runtime.parity.verify import Report
+_Sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 
 def run(
@@ -80,6 +80,83 @@ def run(
     return Answer(document, view)
 
 
+def generate(
+    bundle: BundleArgument,
+    text: Annotated[str | None, typer.Argument()] = None,
+    ids: str | None = None,
+    max_new_tokens: int | None = None,
+    backend: Backend = "auto",
+    trusted: TrustedKeys = None,
+    as_json: Json = False,
+    temperature: Annotated[float, _Sampling()] = 0.0,
+    top_k: Annotated[int | None, _Sampling()] = None,
+    top_p: Annotated[float | None, _Sampling()] = None,
+    seed: Annotated[int, _Sampling()] = 0,
+    stop: Annotated[str | None, _Sampling()] = None,
+) -> Answer:
+    """Generate text from a decoder bundle and stream it.
+
+    The bundle must have been deployed with --cache-tokens. Without a tokenizer, give the prompt with --ids; new tokens
+    are then printed as ids.
+
+    Example: `attnforge generate llama-fp16 "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95`
+
+    Example: `attnforge generate llama-fp16 --ids 1,450,3118 --json`
+
+    Args:
+        text: Prompt, encoded by the bundle's tokenizer.
+        ids: Prompt as token ids, comma-separated.
+        max_new_tokens: Maximum number of new tokens (default: 64, or what the cache has room for).
+        temperature: Sampling temperature; 0 selects the most likely token.
+        top_k: Sample from this many most likely tokens.
+        top_p: Sample from the most likely tokens up to this total probability.
+        seed: Random seed for sampling.
+        stop: Stop token ids, comma-separated (default: the bundle's).
+    """
+    if (text is None) == (ids is None):
+        raise UsageError("give either a prompt text or token ids with --ids")
+    with attnforge.load(bundle, backend, trusted=trusted) as session:
+        tokenizer = session.tokenizer if text is not None else None
+        prompt = whole_numbers(ids or "", "--ids") if tokenizer is None else tokenizer.ids(text or "")
+        if not prompt:
+            raise UsageError("the prompt has no tokens; give a longer text")
+        ends = None if stop is None else whole_numbers(stop, "--stop")
+        start = time.perf_counter()
+        tokens = session.generate(
+            [prompt], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
+        )
+        chosen, times = list[int](), list[float]()
+
+        def following() -> Iterator[int]:
+            for token in tokens:
+                times.append(time.perf_counter() - start)
+                chosen.append(int(token[0]))
+                yield chosen[-1]
+
+        if tokenizer is None:
+            pieces: Iterator[str] = (f"{token} " for token in following())
+        else:
+            pieces = chain([tokenizer.text(prompt)], tokenizer.stream(prompt, following()))
+        for piece in chain(pieces, "\n"):
+            if not as_json:
+                shown = "\n".join(map(plain, piece.split("\n")))  # without other control characters
+                out.print(shown, end="", markup=False, soft_wrap=True)
+        seconds = time.perf_counter() - start
+    first = times[0] if times else 0.0
+    rate = (len(chosen) - 1) / (seconds - first) if seconds > first and len(chosen) > 1 else None
+    document = {
+        "backend": session.backend,
+        "prompt": prompt,
+        "tokens": chosen,
+        "text": tokenizer.text([*prompt, *chosen]) if tokenizer is not None else None,
+        "seconds_to_first_token": first,
+        "tokens_per_second": rate,
+    }
+    speed = f", then {rate:.1f} tokens a second" if rate is not None else ""
+    timing = f"{len(chosen)} tokens on {session.backend}; the first after {1e3 * first:.0f} ms{speed}"
+    return Answer(document, lambda: say(timing, "dim"))
+
+
 def verify(
     bundle: BundleArgument,
     backend: Backends = None,
@@ -129,7 +206,7 @@ def verify(
         from attnforge.report.quantising import cost_of_quantising
 
         opened = attnforge.Bundle(bundle, lazily=True, trusted=trusted)
-        _print_report(report, cost_of_quantising(report, opened.manifest))
+        printing.print_report(report, cost_of_quantising(report, opened.manifest))
         if html is not None:
             say_path("page", html)
 
@@ -159,7 +236,7 @@ def diagnose(
     with stages_shown(as_json) as progress:
         progress(f"diagnose {bundle}")
         diagnosis = attnforge.diagnose(bundle, backend, case=case, out=out_folder, trusted=trusted)
-    return Answer(diagnosis.model_dump(), lambda: _print_diagnosis(diagnosis), diagnosis.healthy)
+    return Answer(diagnosis.model_dump(), lambda: printing.print_diagnosis(diagnosis), diagnosis.healthy)
 
 
 def inspect(
@@ -197,75 +274,3 @@ def sign(
     """
     file = attnforge.sign(bundle, key, force=force)
     return Answer({"bundle": str(bundle), "signature": str(file)}, lambda: say_path("signed", file))
-
-
-# --- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _print_report(report: Report, cost: QuantisingCost | None) -> None:
-    """Print what quantising costs, what a verification measured, one row per backend, and every failure."""
-    if cost is not None:
-        say(cost.text, "yellow" if cost.exceeds else None)
-    head = ("backend", "", "error", "eager's", "budget", "worst case", "cases")
-    rows = [
-        (
-            name,
-            "[green]passed[/]" if backend.passed else "[red]FAILED[/]",
-            error(backend.error),
-            error(backend.eager_error),
-            error(backend.budget),
-            escape(backend.case),
-            str(backend.cases),
-        )
-        for name, backend in report.backends.items()
-    ]
-    print_table(head, rows, words=2, wraps=5)
-    for name, backend in report.backends.items():
-        for output, figures in backend.outputs.items():
-            say(f"{name} {figures.text(output)}", "dim")
-        if backend.metric is not None:
-            say(f"{name} {backend.metric.text()}")
-    for name, backend in report.backends.items():
-        for failure in backend.failures:
-            say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
-            if failure.worst is not None:
-                say(failure.worst.text(failure.output), indent=2)
-        if backend.reason is not None:
-            say(f"{name} {backend.reason}", "red")
-    for warning in report.warnings:
-        say(warning, "yellow")
-    say_reasons(report.skipped, "{} did not run", "dim")
-    say(f"checked against {report.reference}, and against float64", "dim")
-
-
-def _print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print where a deployment first goes wrong, and the tensors whose error grows most."""
-    finding = diagnosis.finding
-    is_note = diagnosis.healthy and finding.cause == "clipping"
-    say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
-    if finding.line is not None:
-        say(finding.line, indent=2)
-    if finding.error_without is not None and diagnosis.error is not None:
-        without, final = error(finding.error_without), error(diagnosis.error)
-        say(f"with this tensor exact, the final error is {without}, not {final}", indent=2)
-    for file in finding.reproduction:
-        out.print(f"  written: {escape(file)}", soft_wrap=True)
-    rows = [
-        (
-            f"{tensor.largest:.3g}",
-            _error_or_lost(tensor.error_in),
-            _error_or_lost(tensor.error),
-            f"{tensor.amplification or 0:.1f}",
-            f"{escape(tensor.operator)} {escape(tensor.tensor.removeprefix(f'{tensor.module}/'))}\n"
-            f"[dim]{escape(tensor.module)}[/]",
-        )
-        for tensor in diagnosis.tensors
-    ]
-    print_table(("largest", "error in", "error", "times", "tensor and module"), rows, words=0, wraps=4)
-    say_reasons(diagnosis.not_traced, "intermediate tensors of {} could not be examined", "dim")
-    same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
-    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
-
-
-def _error_or_lost(number: float | None) -> str:
-    return "lost" if number is None else error(number)

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from attnforge.cli.terminal import escape, out, print_table, say, say_reasons
+from attnforge.cli.terminal import escape, out, print_table, say, say_path, say_reasons
 from attnforge.report.render import error, interval, percent, rounded, sizes_text
 
 if TYPE_CHECKING:
     from attnforge.bench.results import Contender, DecodingResults, Environment, Model, Results
     from attnforge.bundle import Bundle, Certificate, Manifest, Quantised, QuantisedProduct, SiteRecord, TargetRecord
     from attnforge.certificate import SiteMask, SiteTarget
+    from attnforge.export.diagnosis.diagnose import Diagnosis
+    from attnforge.report.quantising import QuantisingCost
+    from attnforge.runtime.parity.verify import Report
 
 
 # --- a bundle ---------------------------------------------------------------------------------------------------------
@@ -206,6 +209,78 @@ def _mask_text(mask: SiteMask) -> str:
 def _first_of(texts: Sequence[str | None]) -> str:
     """Return the first text, with a note if the others differ from it."""
     return (texts[0] or "") + (" (the first site's numbers; the others differ)" if len(set(texts)) > 1 else "")
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def print_report(report: Report, cost: QuantisingCost | None) -> None:
+    """Print what quantising costs, what a verification measured, one row per backend, and every failure."""
+    if cost is not None:
+        say(cost.text, "yellow" if cost.exceeds else None)
+    head = ("backend", "", "error", "eager's", "budget", "worst case", "cases")
+    rows = [
+        (
+            name,
+            "[green]passed[/]" if backend.passed else "[red]FAILED[/]",
+            error(backend.error),
+            error(backend.eager_error),
+            error(backend.budget),
+            escape(backend.case),
+            str(backend.cases),
+        )
+        for name, backend in report.backends.items()
+    ]
+    print_table(head, rows, words=2, wraps=5)
+    for name, backend in report.backends.items():
+        for output, figures in backend.outputs.items():
+            say(f"{name} {figures.text(output)}", "dim")
+        if backend.metric is not None:
+            say(f"{name} {backend.metric.text()}")
+    for name, backend in report.backends.items():
+        for failure in backend.failures:
+            say(f"{name} {failure.where}, {failure.output}: {failure.reason}", "red")
+            if failure.worst is not None:
+                say(failure.worst.text(failure.output), indent=2)
+        if backend.reason is not None:
+            say(f"{name} {backend.reason}", "red")
+    for warning in report.warnings:
+        say(warning, "yellow")
+    say_reasons(report.skipped, "{} did not run", "dim")
+    say(f"checked against {report.reference}, and against float64", "dim")
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print where a deployment first goes wrong, and the tensors whose error grows most."""
+    finding = diagnosis.finding
+    is_note = diagnosis.healthy and finding.cause == "clipping"
+    say(f"{'note: ' if is_note else ''}{finding.text()}", "green" if diagnosis.healthy else "red")
+    if finding.line is not None:
+        say(finding.line, indent=2)
+    if finding.error_without is not None and diagnosis.error is not None:
+        without, final = error(finding.error_without), error(diagnosis.error)
+        say(f"with this tensor exact, the final error is {without}, not {final}", indent=2)
+    for file in finding.reproduction:
+        say_path("  written", file)
+    rows = [
+        (
+            f"{tensor.largest:.3g}",
+            _error_or_lost(tensor.error_in),
+            _error_or_lost(tensor.error),
+            f"{tensor.amplification or 0:.1f}",
+            f"{escape(tensor.operator)} {escape(tensor.tensor.removeprefix(f'{tensor.module}/'))}\n"
+            f"[dim]{escape(tensor.module)}[/]",
+        )
+        for tensor in diagnosis.tensors
+    ]
+    print_table(("largest", "error in", "error", "times", "tensor and module"), rows, words=0, wraps=4)
+    say_reasons(diagnosis.not_traced, "intermediate tensors of {} could not be examined", "dim")
+    same = "; in float64, " + " = ".join(diagnosis.same_function) if diagnosis.same_function else ""
+    say(f"{diagnosis.examined} tensors of case {diagnosis.case} ({diagnosis.why}){same}", "dim")
+
+
+def _error_or_lost(number: float | None) -> str:
+    return "lost" if number is None else error(number)
 
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
