@@ -76,29 +76,24 @@ def to_numpy(name: str, value: Any) -> Array:
         InputError: it is none of these, has no numbers in memory, or is on a GPU and not a torch tensor.
     """
     kind = type(value).__name__
+    # tensors that are sparse, quantized, nested or without memory raise errors of many types
     with raised_as(InputError, f"input {name!r} is {kind}, which NumPy cannot read", "; give a dense one"):
-        return _shared(name, value)  # errors of tensors that are sparse, quantized, nested or without memory
-
-
-def _shared(name: str, value: Any) -> Array:
-    if isinstance(value, np.ndarray):
-        return value
-    if is_torch(value):
-        torch: Any = sys.modules["torch"]
-        # torch marks conjugate and negative views instead of computing them; NumPy has no such marks
-        value = value.detach().cpu().resolve_conj().resolve_neg()
-        if value.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own, so DLPack cannot carry it there
-            return np.from_dlpack(value.contiguous().view(torch.int16)).view(BFLOAT16)
-    elif on_gpu(value):
-        raise InputError(
-            f"input {name!r} is on a GPU and this backend computes on the CPU; copy it to the host first, or load the "
-            "bundle on a backend that runs on the GPU"
-        )
-    if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
-    raise InputError(
-        f"input {name!r} is {type(value).__name__}; give a NumPy array or one that supports DLPack, as torch's do"
-    )
+        if isinstance(value, np.ndarray):
+            return value
+        if is_torch(value):
+            torch: Any = sys.modules["torch"]
+            # torch marks conjugate and negative views instead of computing them; NumPy has no such marks
+            value = value.detach().cpu().resolve_conj().resolve_neg()
+            if value.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own, so DLPack cannot carry it there
+                return np.from_dlpack(value.contiguous().view(torch.int16)).view(BFLOAT16)
+        elif on_gpu(value):
+            raise InputError(
+                f"input {name!r} is on a GPU and this backend computes on the CPU; copy it to the host first, or load "
+                "the bundle on a backend that runs on the GPU"
+            )
+        if hasattr(value, "__dlpack__"):
+            return np.from_dlpack(value)
+    raise InputError(f"input {name!r} is {kind}; give a NumPy array or one that supports DLPack, as torch's do")
 
 
 def to_torch(array: Array) -> Any:

@@ -233,9 +233,7 @@ class DeployCache:
                 return None
             with open_regular(entry / _SUMS) as stream:
                 sums = json.loads(stream.read())
-            if {file.name for file in entry.iterdir()} == {_SUMS, *sums} and all(
-                sha256(entry / name) == sum for name, sum in sums.items()
-            ):
+            if {file.name: sha256(file) for file in entry.iterdir() if file.name != _SUMS} == sums:
                 os.utime(entry)
                 return entry
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -250,7 +248,8 @@ class DeployCache:
             about: all that decides the content, serialisable as JSON.
             files: the content, by name: files to copy, or bytes.
         """
-        if self._folder is None or sum(map(_size, files.values())) > self._limit:
+        sizes = (len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values())
+        if self._folder is None or sum(sizes) > self._limit:
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -298,7 +297,3 @@ def _own_code() -> str:
             if name.endswith(".py"):
                 digest.update(name.encode() + Path(folder, name).read_bytes())
     return digest.hexdigest()
-
-
-def _size(content: Path | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size

@@ -129,11 +129,9 @@ def write_manifest(folder: Path, manifest: Manifest, *, only_new: bool = False) 
         manifest: receives `files`.
         only_new: whether to skip files that the manifest already lists.
     """
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    names = {file.relative_to(folder).as_posix(): file for file in files}
-    names = {name: file for name, file in names.items() if name not in UNLISTED}
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
     known = manifest.files if only_new else {}
-    manifest.files = {name: known.get(name) or sha256(file) for name, file in names.items()}
+    manifest.files = {n: known.get(n) or sha256(file) for n, file in files.items() if n not in UNLISTED}
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 

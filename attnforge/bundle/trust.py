@@ -32,14 +32,12 @@ def keys_of(trusted: Trusted) -> tuple[Path, ...]:
     Raises:
         UsageError: a signature is required, but no key is named.
     """
-    if trusted is False:
-        return ()
-    if trusted is None:
-        if TRUSTED not in os.environ:
-            return ()
+    origin = "trusted"
+    if trusted is None and TRUSTED in os.environ:
         trusted, origin = [key for key in os.environ[TRUSTED].split(os.pathsep) if key], TRUSTED
-    else:
-        trusted, origin = [trusted] if isinstance(trusted, str | os.PathLike) else trusted, "trusted"
+    if trusted is None or trusted is False:
+        return ()
+    trusted = [trusted] if isinstance(trusted, str | os.PathLike) else trusted
     try:
         keys = tuple(Path(key).absolute() for key in trusted)
     except TypeError:  # True, or an item that is not a path
