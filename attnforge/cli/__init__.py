@@ -19,9 +19,8 @@ from typer.core import TyperCommand
 from attnforge.cli import ending, terminal
 from attnforge.cli.benchmarking import bench
 from attnforge.cli.bundles import diagnose, generate, inspect, run, sign, verify
-from attnforge.cli.deploying import deploy
+from attnforge.cli.deploying import deploy, package
 from attnforge.cli.listing import demo, doctor, models
-from attnforge.cli.packaging import package
 from attnforge.cli.refusing import report_error
 from attnforge.cli.terminal import answering, out
 from attnforge.version import __version__
