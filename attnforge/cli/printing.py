@@ -289,7 +289,19 @@ def _error_or_lost(number: float | None) -> str:
 def print_results(results: Results) -> None:
     """Print what a benchmark measured, one table per model."""
     for model in results.models:
-        _print_model(model)
+        at = escape(sizes_text(model.sizes, "fixed sizes"))
+        out.print(f"[bold]{escape(model.name)}[/] at {at}, {_turns(model)}", soft_wrap=True)
+        head = ("contender", "median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
+        ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
+        print_table(head, [_contender_row(contender) for contender in ordered], gap=1)
+        say("← what auto loads; ratios are to it, at the same precision", "dim")
+        say_reasons(model.wrong, "{} was not timed because its output is wrong", "red")
+        for contender in model.contenders:
+            if contender.wrong_in is not None:
+                say(f"† {contender.key} is wrong in {contender.wrong_in}", "yellow")
+            elif contender.partly is not None:
+                say(f"{contender.key} was {contender.partly}", "dim")
+        say_reasons(model.skipped, "{} did not run", "dim")
     _print_environment(results.environment)
 
 
@@ -304,22 +316,6 @@ def _turns(measured: Model | DecodingResults) -> str:
 
 def _contender(name: str, ours: bool) -> str:
     return f"{'[bold]' if ours else '[dim]'}{escape(name)}[/]"
-
-
-def _print_model(model: Model) -> None:
-    at = escape(sizes_text(model.sizes, "fixed sizes"))
-    out.print(f"[bold]{escape(model.name)}[/] at {at}, {_turns(model)}", soft_wrap=True)
-    head = ("contender", "median\nms", "95%", "p99", "ratio", "of\nlimit", "error", "start\ns", "extra\nMiB")
-    ordered = sorted(model.contenders, key=lambda contender: contender.latency.median.value)
-    print_table(head, [_contender_row(contender) for contender in ordered], gap=1)
-    say("← what auto loads; ratios are to it, at the same precision", "dim")
-    say_reasons(model.wrong, "{} was not timed because its output is wrong", "red")
-    for contender in model.contenders:
-        if contender.wrong_in is not None:
-            say(f"† {contender.key} is wrong in {contender.wrong_in}", "yellow")
-        elif contender.partly is not None:
-            say(f"{contender.key} was {contender.partly}", "dim")
-    say_reasons(model.skipped, "{} did not run", "dim")
 
 
 def _contender_row(contender: Contender) -> tuple[str, ...]:
