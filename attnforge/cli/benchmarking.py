@@ -21,31 +21,27 @@ if TYPE_CHECKING:
     from attnforge.bench.results import DecodingResults, Results
 
 
-_Timing = partial(typer.Option, rich_help_panel="Timing")
-_Decoding = partial(typer.Option, rich_help_panel="Decoding")
-
-
 def bench(
     bundle: Annotated[list[Path], typer.Argument(show_default=False)],
     backend: Backends = None,
     against: list[str] | None = None,
     out_file: Annotated[Path | None, typer.Option("--out")] = None,
-    html: Annotated[Path | None, typer.Option("--html")] = None,
+    html: Path | None = None,
     plots: Path | None = None,
     old: Annotated[Path | None, typer.Option("--compare")] = None,
     trust_source: Annotated[bool, typer.Option("--trust-source")] = False,
     force: Force = False,
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    quick: Annotated[bool, _Timing("--quick")] = False,
-    shapes: Annotated[list[str] | None, _Timing()] = None,
-    rounds: Annotated[int, _Timing()] = 20,
-    openings: Annotated[int | None, _Timing()] = None,
-    threads: Annotated[int | None, _Timing()] = None,
-    decode: Annotated[bool, _Decoding("--decode")] = False,
-    context: Annotated[list[int] | None, _Decoding()] = None,
-    prompt: Annotated[list[int] | None, _Decoding()] = None,
-    batch: Annotated[int | None, _Decoding()] = None,
+    quick: Annotated[bool, typer.Option("--quick")] = False,
+    shapes: list[str] | None = None,
+    rounds: int = 20,
+    openings: int | None = None,
+    threads: int | None = None,
+    decode: Annotated[bool, typer.Option("--decode")] = False,
+    context: list[int] | None = None,
+    prompt: list[int] | None = None,
+    batch: int | None = None,
 ) -> Answer:
     """Time a bundle's backends and their peers side by side.
 
@@ -66,11 +62,15 @@ def bench(
         plots: Write the plots to this folder, as PNG files.
         old: Earlier results (JSON) to compare with; exit 1 on a regression.
         trust_source: Allow peers to run the source code named in the manifest, with your permissions.
+
+    Timing:
         quick: Measure only latency, and check outputs only on the timed inputs.
         shapes: Sizes of the dynamic dims, as name=number,name=number; repeatable.
         rounds: Timed rounds per contender.
         openings: Loads of each contender, between which the rounds are split (default: 3, or 1 with --quick).
         threads: Threads of each CPU contender (default: one per processor).
+
+    Decoding:
         decode: Time a decoder bundle: first token, each further token, and memory added per step.
         context: Tokens in the cache before the timed steps; repeatable (default: 128, 512, 1024).
         prompt: Prompt length to time, in tokens; repeatable (default: 16, 128, 512).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +17,6 @@ from attnforge.cli.options import Backend, Backends, BundleArgument, Force, Json
 from attnforge.cli.terminal import Answer, out, say, say_path, stages_shown
 from attnforge.errors import UsageError, plain
 from attnforge.report.render import check_page
-
-_Sampling = partial(typer.Option, rich_help_panel="Sampling")
 
 
 def run(
@@ -88,11 +85,11 @@ def generate(
     backend: Backend = "auto",
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    temperature: Annotated[float, _Sampling()] = 0.0,
-    top_k: Annotated[int | None, _Sampling()] = None,
-    top_p: Annotated[float | None, _Sampling()] = None,
-    seed: Annotated[int, _Sampling()] = 0,
-    stop: Annotated[str | None, _Sampling()] = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: str | None = None,
 ) -> Answer:
     """Generate text from a decoder bundle and stream it.
 
@@ -107,6 +104,8 @@ def generate(
         text: Prompt, encoded by the bundle's tokenizer.
         ids: Prompt as token ids, comma-separated.
         max_new_tokens: Maximum number of new tokens (default: 64, or what the cache has room for).
+
+    Sampling:
         temperature: Sampling temperature; 0 selects the most likely token.
         top_k: Sample from this many most likely tokens.
         top_p: Sample from the most likely tokens up to this total probability.
@@ -160,7 +159,7 @@ def generate(
 def verify(
     bundle: BundleArgument,
     backend: Backends = None,
-    html: Annotated[Path | None, typer.Option("--html")] = None,
+    html: Path | None = None,
     force: Force = False,
     metric: str | None = None,
     least: float | None = None,

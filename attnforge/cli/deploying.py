@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,14 +20,6 @@ Texts = list[str] | None
 FORMS = ("triton", "polygraphy")
 """What `attnforge package` packages for."""
 
-_Source = partial(typer.Option, rich_help_panel="Source")
-_Accuracy = partial(typer.Option, rich_help_panel="Precision and accuracy")
-_Decoder = partial(typer.Option, rich_help_panel="Decoders")
-_TensorRT = partial(typer.Option, rich_help_panel="TensorRT")
-_Measuring = partial(typer.Option, rich_help_panel="Measuring and reuse")
-_Model = partial(typer.Option, rich_help_panel="Triton: the model")
-_Batching = partial(typer.Option, rich_help_panel="Triton: batching")
-
 
 def deploy(
     model: Annotated[str, typer.Argument(show_default=False)],
@@ -38,25 +29,25 @@ def deploy(
     option: Options = None,
     require_fused: Texts = None,
     force: Force = False,
-    weights: Annotated[Path | None, _Source()] = None,
-    dim: Annotated[Texts, _Source()] = None,
-    random_weights: Annotated[bool, _Source("--random-weights")] = False,
-    trust_source: Annotated[bool, _Source("--trust-source")] = False,
-    calibrate: Annotated[list[Path] | None, _Accuracy()] = None,
-    metric: Annotated[str | None, _Accuracy()] = None,
-    least: Annotated[float | None, _Accuracy()] = None,
-    max_error: Annotated[float | None, _Accuracy()] = None,
-    data: Annotated[bool, _Accuracy()] = True,
-    max_eager_error: Annotated[float | None, _Accuracy()] = None,
-    keep_wrong: Annotated[bool, _Accuracy("--keep-wrong")] = False,
-    cache_tokens: Annotated[int | None, _Decoder()] = None,
-    cache_precision: Annotated[str | None, _Decoder()] = None,
-    tokenizer: Annotated[Path | None, _Decoder()] = None,
-    profile: Annotated[Texts, _TensorRT()] = None,
-    compute_capability: Annotated[Texts, _TensorRT()] = None,
-    attention_precision: Annotated[str | None, _TensorRT()] = None,
-    tune: Annotated[bool, _Measuring()] = True,
-    cache: Annotated[bool, _Measuring()] = True,
+    weights: Path | None = None,
+    dim: Texts = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights")] = False,
+    trust_source: Annotated[bool, typer.Option("--trust-source")] = False,
+    calibrate: list[Path] | None = None,
+    metric: str | None = None,
+    least: float | None = None,
+    max_error: float | None = None,
+    data: bool = True,
+    max_eager_error: float | None = None,
+    keep_wrong: Annotated[bool, typer.Option("--keep-wrong")] = False,
+    cache_tokens: int | None = None,
+    cache_precision: str | None = None,
+    tokenizer: Path | None = None,
+    profile: Texts = None,
+    compute_capability: Texts = None,
+    attention_precision: str | None = None,
+    tune: bool = True,
+    cache: bool = True,
     as_json: Json = False,
 ) -> Answer:
     """Export a model, lower it for every target and write a bundle.
@@ -74,10 +65,14 @@ def deploy(
         precision: Precision: fp32, tf32, fp16, bf16, int8, fp8, int4, auto, auto-int8, … (default: fp32 or the file's).
         target: Target: onnxruntime, tensorrt or tensorrt_rtx; repeatable (default: all that this machine can build).
         require_fused: Fail unless this target fuses every attention site; repeatable.
+
+    Source:
         weights: Safetensors file with the model's weights.
         dim: Range of a dynamic dim of the file, as name=min:opt:max; repeatable.
         random_weights: Allow random values for weights that an hf: folder lacks.
         trust_source: Read a .pt2 file, which may run code with your permissions.
+
+    Precision and accuracy:
         calibrate: Real inputs (and labels) to use instead of the model's: an .npz file, a picture, a folder of either,
             or a .txt file with a text on each line; repeatable.
         metric: Task metric on the real inputs: accuracy or cosine.
@@ -86,12 +81,18 @@ def deploy(
         data: Add the model's real inputs, if it has any, as reference cases.
         max_eager_error: Largest relative error of eager with which parity can still be judged (default: 0.1).
         keep_wrong: Write the bundle even if no backend computes the right result.
+
+    Decoders:
         cache_tokens: Deploy a causal model as a decoder step with a KV cache of this many tokens.
         cache_precision: KV-cache precision: int8, with --calibrate, and --max-error or --metric.
         tokenizer: tokenizer.json to store in the bundle for generate (default: the model's own).
+
+    TensorRT:
         profile: Additional optimization profile, as name=min:opt:max,name=…; repeatable.
         compute_capability: GPUs of the TensorRT-RTX plan: SM89, CURRENT, …; repeatable (default: portable).
         attention_precision: Precision of attention in plans of fp32, tf32 and quantised models: fp16 or bf16.
+
+    Measuring and reuse:
         tune: Choose forms of attention, settings and the backend by timing them, not by rules.
         cache: Reuse plans, reference outputs and measurements from earlier deploys of the same model.
     """
@@ -123,17 +124,17 @@ def package(
     out_folder: Annotated[Path, typer.Option("--out", show_default=False)],
     trusted: TrustedKeys = None,
     as_json: Json = False,
-    backend: Annotated[str, _Model("--backend", "-b")] = "python",
-    version: Annotated[int | None, _Model()] = None,
-    name: Annotated[str | None, _Model()] = None,
-    session: Annotated[str, _Model()] = "auto",
-    threads: Annotated[int | None, _Model()] = None,
-    instances: Annotated[int, _Model()] = 1,
-    kind: Annotated[str, _Model()] = "auto",
-    server_tensorrt: Annotated[str | None, _Model()] = None,
-    max_batch: Annotated[int | None, _Batching()] = None,
-    preferred: Annotated[str | None, _Batching()] = None,
-    max_delay: Annotated[int, _Batching()] = 0,
+    backend: Annotated[str, typer.Option("--backend", "-b")] = "python",
+    version: int | None = None,
+    name: str | None = None,
+    session: str = "auto",
+    threads: int | None = None,
+    instances: int = 1,
+    kind: str = "auto",
+    server_tensorrt: str | None = None,
+    max_batch: int | None = None,
+    preferred: str | None = None,
+    max_delay: int = 0,
 ) -> Answer:
     """Create a Triton model repository, or a Polygraphy comparison folder.
 
@@ -149,6 +150,8 @@ def package(
         bundle: Bundle folders.
         form: Tool to package for: triton or polygraphy.
         out_folder: Model repository, or a new folder for Polygraphy.
+
+    Triton: the model:
         backend: Triton backend: python (a Session), onnxruntime (the model) or tensorrt (the plans).
         version: Model version, to add one to a repository (default: 1).
         name: Model name (default: NAME-PRECISION of the bundle).
@@ -157,6 +160,8 @@ def package(
         instances: Number of instances, each with its own weights.
         kind: Where instances run: cpu, gpu or auto.
         server_tensorrt: TensorRT version of the server, such as 10.7.
+
+    Triton: batching:
         max_batch: Maximum batch size, 0 for no batching (default: the bundle's maximum).
         preferred: Preferred batch sizes, comma-separated (default: measured on this machine).
         max_delay: Maximum time a request may wait for others, in microseconds.

@@ -190,7 +190,8 @@ class Answer:
 
 
 def answering(command: Callable[..., Answer]) -> Callable[..., None]:
-    """Wrap a command so that its answer is shown, and its help is its docstring: of each option, the text in `Args`.
+    """Wrap a command so that its answer is shown, and its help is its docstring: of each option, the text in `Args`, or
+    in a further section, which is the panel that shows the option.
 
     Args:
         command: takes the option `as_json`, as every command does. Options that several commands share have their help
@@ -211,19 +212,19 @@ def answering(command: Callable[..., Answer]) -> Callable[..., None]:
             raise typer.Exit(1)
 
     run.__doc__, _, arguments = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
-    entries = (" ".join(entry.split()).partition(": ") for entry in re.split(r"\n(?=    \S)", arguments))
-    helps = {name: text for name, _, text in entries}
     signature = inspect.signature(command, eval_str=True)
-    parameters = [_with_help(parameter, helps.get(parameter.name)) for parameter in signature.parameters.values()]
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parameters = dict(signature.parameters)
+    for section in re.split(r"\n\n(?=\S)", f"Args:\n{arguments}"):
+        panel, *entries = re.split(r"\n(?=    \S)", section)
+        for entry in entries:
+            name, _, text = " ".join(entry.split()).partition(": ")
+            kind, info = _typed(parameters[name].annotation)
+            info.help, info.rich_help_panel = text, None if panel == "Args:" else panel.removesuffix(":")
+            parameters[name] = parameters[name].replace(annotation=Annotated[kind, info])
+    run.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
     return run
 
 
-def _with_help(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
-    """Return a parameter of a command with this help; without a text, unchanged."""
-    if text is None:
-        return parameter
-    is_annotated = get_origin(parameter.annotation) is Annotated
-    kind, info = get_args(parameter.annotation) if is_annotated else (parameter.annotation, typer.Option())
-    info.help = text
-    return parameter.replace(annotation=Annotated[kind, info])
+def _typed(annotation: Any) -> tuple[Any, Any]:
+    """Return the type of a command's parameter, and what typer knows of it."""
+    return get_args(annotation) if get_origin(annotation) is Annotated else (annotation, typer.Option())
