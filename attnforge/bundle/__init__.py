@@ -47,7 +47,6 @@ from attnforge.bundle.schema import Tuning as Tuning
 from attnforge.bundle.schema import Wrong as Wrong
 from attnforge.bundle.schema import dim_name as dim_name
 from attnforge.bundle.schema import graph_tensors as graph_tensors
-from attnforge.bundle.schema import ranges_of as ranges_of
 from attnforge.bundle.trust import TRUSTED as TRUSTED
 from attnforge.bundle.trust import Trusted as Trusted
 from attnforge.certificate import Certificate as Certificate

@@ -20,6 +20,9 @@ Texts = list[str] | None
 FORMS = ("triton", "polygraphy")
 """What `attnforge package` packages for."""
 
+FOR_BOTH = ("bundle", "form", "out_folder", "trusted", "as_json")
+"""Parameters of `package` that do not apply to Triton alone."""
+
 
 def deploy(
     model: Annotated[str, typer.Argument(show_default=False)],
@@ -170,8 +173,7 @@ def package(
     if form == "polygraphy":
         for parameter in context.command.params:
             source = context.get_parameter_source(parameter.name or "")
-            in_panel = getattr(parameter, "rich_help_panel", None) is not None  # as Triton's options alone are
-            if in_panel and source is not None and source.name == "COMMANDLINE":
+            if parameter.name not in FOR_BOTH and source is not None and source.name == "COMMANDLINE":
                 raise UsageError(f"{parameter.opts[0]} applies to triton only; leave it out for polygraphy")
         return _for_polygraphy(bundle, out_folder, trusted, as_json)
     from attnforge.serving.triton.options import Packaging

@@ -57,7 +57,7 @@ def models(
 
 
 def _inputs(model: str, options: Mapping[str, str]) -> Answer:
-    from attnforge.bundle import ranges_of
+    from attnforge.bundle.schema import ranges_of
     from attnforge.export.sources.named import build, is_file
     from attnforge.export.sources.torch_module import inputs_of
 
