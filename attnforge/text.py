@@ -100,14 +100,11 @@ class Tokenizer:
         least, most = named[IDS].range_of(1)
         encoded = self._truncating(most).encode_batch(texts)
         length = max(least, *(len(text.ids) for text in encoded))
+        for text in encoded:
+            text.pad(length, pad_id=self._padding)
         rows = {IDS: [text.ids for text in encoded], MASK: [text.attention_mask for text in encoded],
                 TYPES: [text.type_ids for text in encoded]}  # fmt: skip
-        arrays = {}
-        for name, spec in named.items():
-            arrays[name] = np.full((len(encoded), length), self._padding if name == IDS else 0, spec.dtype)
-            for row, values in zip(arrays[name], rows[name], strict=True):
-                row[: len(values)] = values
-        return arrays
+        return {name: np.array(rows[name], spec.dtype) for name, spec in named.items()}
 
     def batches(self, texts: Sequence[str], specs: Sequence[TensorSpec]) -> list[dict[str, Array]]:
         """Encode any number of texts to batches of a model's inputs, as few and as equal as the model takes; one text
