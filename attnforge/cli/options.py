@@ -91,10 +91,10 @@ def archives(paths: Iterable[Path]) -> list[Path]:
 
     files: list[Path] = []
     for path in paths:
-        inputs = sorted(path.glob("*.npz")) if path.is_dir() else [path] if path.suffix in (".npz", ".txt") else []
-        if not inputs and path.exists() and pictures_of(path):
+        inputs = sorted(path.glob("*.npz"))
+        if not inputs and (pictures_of(path) or (path.suffix in (".npz", ".txt") and path.is_file())):
             inputs = [path]
-        if not inputs or not all(file.exists() for file in inputs):
+        if not inputs:
             raise UsageError(
                 f"{path} has no real inputs; give an .npz with every input by name, a .txt file with a text on each "
                 "line, a picture, or a folder of .npz files or pictures"
