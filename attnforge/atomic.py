@@ -232,8 +232,7 @@ def _renamed(old: Path, new: Path, how: int) -> bool:
     number = ctypes.get_errno()
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
-    kind = FileExistsError if number == errno.EEXIST else OSError
-    raise kind(number, os.strerror(number), str(old), None, str(new))
+    raise OSError(number, os.strerror(number), str(old), None, str(new))  # of EEXIST, a FileExistsError
 
 
 def give_modes(folder: Path) -> None:
