@@ -174,11 +174,9 @@ def rows_of(bundle: Bundle, report: Report, out: Path) -> list[Row]:
                 output = session(feed).astype(np.float64)
                 times = medians({row.backend: partial(session, feed)}, rounds=5, seconds=float("inf"))
             row.median_ms = f"{times[row.backend]:.1f}"
-            if name == DIGITS:
-                reference = _compare_classes(row, output, reference)
-            else:
-                reference = _compare_tokens(row, output[0], reference)
-                _draw(np.linalg.norm(output[0], axis=-1), out / f"photograph-{row.backend}-{row.precision}.png")
+            answer = output.argmax(-1) if name == DIGITS else output[0]
+            reference = answer if reference is None else reference  # eager is the first
+            _compare(row, answer, reference, out)
     return rows
 
 
@@ -205,23 +203,16 @@ def _rows(bundle: Bundle, report: Report) -> Iterator[Row]:
         yield row
 
 
-def _compare_classes(row: Row, logits: Array, reference: Array | None) -> Array:
-    """Compare the classes of the test set with its labels and with eager's, (n,) int64, and return eager's:
-    `reference`, or for eager its own."""
-    predicted = np.asarray(logits.argmax(-1))
-    reference = predicted if reference is None else reference
-    row.accuracy = f"{np.mean(predicted == load_digits_split().test_labels.numpy()):.2%}"
-    row.agreement = f"{np.mean(predicted == reference):.2%}"
-    return reference
-
-
-def _compare_tokens(row: Row, tokens: Array, reference: Array | None) -> Array:
-    """Compare the outputs of patch attention with eager's, (tokens, features), and return eager's: `reference`, or for
-    eager its own."""
-    reference = tokens if reference is None else reference
-    cosine = np.sum(tokens * reference) / np.linalg.norm(tokens) / np.linalg.norm(reference)
-    row.agreement = f"cos {cosine:.6f}"
-    return reference
+def _compare(row: Row, answer: Array, reference: Array, out: Path) -> None:
+    """Compare a backend's answer with eager's: the classes of the test set, (n,) int64, with its labels too; or the
+    tokens of the photograph, (tokens, features), whose norms are drawn."""
+    if row.model == DIGITS:
+        row.accuracy = f"{np.mean(answer == load_digits_split().test_labels.numpy()):.2%}"
+        row.agreement = f"{np.mean(answer == reference):.2%}"
+    else:
+        cosine = np.sum(answer * reference) / np.linalg.norm(answer) / np.linalg.norm(reference)
+        row.agreement = f"cos {cosine:.6f}"
+        _draw(np.linalg.norm(answer, axis=-1), out / f"photograph-{row.backend}-{row.precision}.png")
 
 
 def _draw(lengths: Array, file: Path) -> None:
