@@ -85,21 +85,21 @@ def package(
     if os.path.lexists(target := place_of(Path(out))):
         raise UsageError(f"{target} exists; choose another folder")
     manifest, references = opened.manifest, References.of(opened)
-    shapes = {case.name: _shapes(opened, case, references) for case in manifest.cases}
+    outputs = [(f"{RUNNER}{case.name}", *_float64(opened, case, references)) for case in manifest.cases]
     with new_folder(target) as folder:
         with opened.steady():
             copy_whole(opened, folder / BUNDLE)
         with (folder / INPUTS).open("wb") as stream:
             write_inputs(stream, _inputs(opened, references))
         with (folder / FLOAT64).open("wb") as stream:
-            write_results(stream, "float64", _float64(opened, references, shapes))
+            write_results(stream, "float64", [(runner, arrays) for runner, arrays, _ in outputs])
         (folder / BUDGET).write_text(SCRIPT + _further(opened), encoding="utf-8")
-    kept = [spec.name for spec in manifest.outputs for case in manifest.cases if shapes[case.name][spec.name] is None]
+    partly = {name for _, _, flattened in outputs for name in flattened}
     return PackagedComparison(
         folder=str(target),
         cases=[case.name for case in manifest.cases],
         commands=_commands(opened, target),
-        partly=list(dict.fromkeys(kept)),
+        partly=[spec.name for spec in manifest.outputs if spec.name in partly],
     )
 
 
@@ -109,27 +109,20 @@ def _inputs(bundle: Bundle, references: References) -> Iterator[Mapping[str, Arr
         yield {name: without_bfloat16(array) for name, array in feeds.items()}
 
 
-def _shapes(bundle: Bundle, case: Case, references: References) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of a case's outputs; None if the inputs' sizes do not determine it, or only part is stored."""
+def _float64(bundle: Bundle, case: Case, references: References) -> tuple[dict[str, Array], list[str]]:
+    """Return a case's outputs in float64, and the names of those that are flattened: their shape is not determined by
+    the inputs' sizes, or only part of them is stored."""
     inputs, outputs = bundle.manifest.inputs, bundle.manifest.outputs
     forms = ((reference.shape_of(spec, case.sizes), np.dtype(spec.dtype)) for spec in inputs)
-    sizes = {spec.name: references.outputs[reference.key(case, spec.name, "float64")].size for spec in outputs}
-    return {
-        spec.name: shape if shape is not None and math.prod(shape) == sizes[spec.name] else None
-        for spec, shape in zip(outputs, shapes_of(inputs, outputs, *forms).outputs, strict=True)
-    }
-
-
-def _float64(
-    bundle: Bundle, references: References, shapes: Mapping[str, Mapping[str, tuple[int, ...] | None]]
-) -> Iterator[tuple[str, Mapping[str, Array]]]:
-    for case in bundle.manifest.cases:
-        outputs = {}
-        for spec in bundle.manifest.outputs:
-            array = references.outputs[reference.key(case, spec.name, "float64")]
-            shape = shapes[case.name][spec.name]
-            outputs[spec.name] = array if shape is None else array.reshape(shape)
-        yield f"{RUNNER}{case.name}", outputs
+    arrays, flattened = {}, []
+    for spec, shape in zip(outputs, shapes_of(inputs, outputs, *forms).outputs, strict=True):
+        array = references.outputs[reference.key(case, spec.name, "float64")]
+        if shape is None or math.prod(shape) != array.size:
+            flattened.append(spec.name)
+        else:
+            array = array.reshape(shape)
+        arrays[spec.name] = array
+    return arrays, flattened
 
 
 def _further(bundle: Bundle) -> str:

@@ -130,11 +130,11 @@ def _runner(session: Runs, batch: DimSpec | str, samples: int | None) -> Callabl
                 f"{samples} samples per call were asked for, but calls have no samples: {batch}; omit samples"
             )
         return lambda rows: _by_row(session, rows)
-    assert batch.min is not None and batch.max is not None
-    if samples is not None and not batch.min <= samples <= batch.max:
-        raise UsageError(f"{samples} samples per call were asked for; the bundle takes {batch.min} to {batch.max}")
-    least, most = (batch.min, batch.max) if samples is None else (samples, samples)
-    return lambda rows: _by_size(session, rows, max(1, least), most)
+    least, most = session.inputs[0].range_of(0)
+    if samples is not None and not least <= samples <= most:
+        raise UsageError(f"{samples} samples per call were asked for; the bundle takes {least} to {most}")
+    least, most = (least, most) if samples is None else (samples, samples)
+    return lambda rows: _by_size(session, rows, least, most)
 
 
 def _by_row(session: Runs, rows: Columns) -> Columns:

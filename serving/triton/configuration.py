@@ -60,14 +60,14 @@ def text(message: Message) -> str:
     """Return a message in protobuf's text format (https://protobuf.dev/reference/protobuf/textformat-spec/).
 
     Args:
-        message: values by field: messages, numbers, booleans, strings, and lists of these.
+        message: values by field: messages, numbers, booleans, strings, and lists of these. An empty list is left out.
     """
     return "\n".join(_lines(message)) + "\n"
 
 
 def _lines(message: Message) -> Iterator[str]:
     for field, value in message.items():
-        if isinstance(value, list) and not any(isinstance(item, Mapping) for item in value):
+        if isinstance(value, list) and value and not isinstance(value[0], Mapping):
             yield f"{field}: [{', '.join(_scalar(item) for item in value)}]"
             continue
         for item in value if isinstance(value, list) else [value]:

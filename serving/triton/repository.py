@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from attnforge.arrays import Array
 from attnforge.atomic import new_folder, rename_new
@@ -161,15 +160,13 @@ class Planned:
 
 def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging) -> Planned:
     served = _served(bundle, options)
-    batch, apart, preferred, measured = _batching(bundle, options)
-    most = (batch.max or 0) if batch is not None else 0
-    max_batch = most if options.max_batch is None else min(most, options.max_batch)
-    warmups, arrays = _warmups(bundle, batch if max_batch else None, max_batch)
+    batch, most, preferred, measured = _batching(bundle, options)
+    warmups, arrays = _warmups(bundle, batch if isinstance(batch, DimSpec) and most else None, most)
     model = PackagedModel(
         name=name, version=options.version, backend=options.backend,
-        folder=str(repository.target / name / str(options.version)), max_batch=max_batch, apart=apart,
-        preferred=list(preferred), measured=measured, warmups=[warmup["name"] for warmup in warmups],
-        kept=name in repository.existing,
+        folder=str(repository.target / name / str(options.version)), max_batch=most,
+        apart=batch if isinstance(batch, str) else None, preferred=preferred, measured=measured,
+        warmups=[warmup["name"] for warmup in warmups], kept=name in repository.existing,
     )  # fmt: skip
     return Planned(model, bundle, _config(model, bundle.manifest, served, warmups, options), served.files, arrays)
 
@@ -255,19 +252,20 @@ def _in_tensorrt(bundle: Bundle, options: Packaging) -> Served:
             "use --backend python"
         )
     engines = _engines(bundle, record.engines, options.server_tensorrt)
-    files = {PurePosixPath(engine.file).name: engine.file for engine in engines}
-    capabilities = {name: PurePosixPath(engine.file).name for engine in engines for name in engine.compute_capabilities}
+    files = {PurePosixPath(engine.file).name: engine.file for engine in engines.values()}
     fields = {
         "platform": "tensorrt_plan", "backend": "tensorrt", "default_model_filename": next(iter(files)),
         "cc_model_filenames": [
-            {"key": f"{name[2:-1]}.{name[-1]}", "value": file} for name, file in capabilities.items()
+            {"key": f"{name[2:-1]}.{name[-1]}", "value": PurePosixPath(engine.file).name}
+            for name, engine in engines.items()
         ],
     }  # fmt: skip
-    return Served(fields, {"tensorrt": record.engines[0].version}, files, len(engines[0].profiles))
+    profiles = len(next(iter(engines.values())).profiles)
+    return Served(fields, {"tensorrt": record.engines[0].version}, files, profiles)
 
 
-def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> list[Engine]:
-    """Return the plans that one server can load, one per compute capability."""
+def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> dict[str, Engine]:
+    """Return the plans that one server can load, by compute capability."""
     versions = sorted({engine.version for engine in engines})
     if version is not None:
         engines = [engine for engine in engines if f"{engine.version}.".startswith(f"{version}.")]
@@ -285,7 +283,7 @@ def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> 
         raise UnavailableError(
             f"the plans of {bundle.path} have different numbers of profiles; package them one by one"
         )
-    return list({engine.file: engine for engine in by_capability.values()}.values())
+    return by_capability
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -294,28 +292,26 @@ Rates = dict[int, float]
 """Samples per second, by samples per call."""
 
 
-def _batching(bundle: Bundle, options: Packaging) -> tuple[DimSpec | None, str | None, tuple[int, ...], Rates]:
-    """Return the dim along which requests are joined, or why they are not; the preferred numbers of samples; and the
-    measurements for these."""
-    batch = batch_of(bundle.manifest)
-    if options.max_batch == 0:
-        batch = "max_batch is 0"
+def _batching(bundle: Bundle, options: Packaging) -> tuple[DimSpec | str, int, list[int], Rates]:
+    """Return the dim along which requests are joined, or why they are not; the maximum number of samples; the preferred
+    numbers; and the measurements for these."""
+    batch = "max_batch is 0" if options.max_batch == 0 else batch_of(bundle.manifest)
     if isinstance(batch, str):
-        return None, batch, (), {}
+        return batch, 0, [], {}
     most = min(batch.max or 0, options.max_batch or batch.max or 0)
     try:
         with load(bundle, options.session, threads=options.threads) as session:
             if (reason := why_not_apart(session, batch)) is not None:
-                return None, reason, (), {}
+                return reason, 0, [], {}
             if options.preferred is None and most > 1:
                 rates = _rates(session, batch, most)
-                return batch, None, (_best(rates),), rates
+                return batch, most, [_best(rates)], rates
     except UnavailableError as error:
-        return None, f"nothing here can run it to check that samples are independent: {first_line(error)}", (), {}
-    preferred = tuple(sorted(set(options.preferred or ())))
+        return f"nothing here can run it to check that samples are independent: {first_line(error)}", 0, [], {}
+    preferred = sorted(set(options.preferred or ()))
     if wrong := [number for number in preferred if not 1 <= number <= most]:
         raise UsageError(f"{wrong[0]} samples are preferred, but {bundle.path} takes 1 to {most}")
-    return batch, None, preferred if most > 1 else (), {}
+    return batch, most, preferred if most > 1 else [], {}
 
 
 def _rates(session: Session, batch: DimSpec, most: int, seconds: float = 2.0) -> Rates:
@@ -372,24 +368,25 @@ def _config(
     model: PackagedModel, manifest: Manifest, served: Served, warmups: list[Message], options: Packaging
 ) -> Message:
     batched = model.max_batch > 0
-    config: dict[str, Any] = {"name": model.name, **served.fields, "max_batch_size": model.max_batch}
-    config["input"] = [configuration.tensor(spec, batched=batched) for spec in manifest.inputs]
-    config["output"] = [configuration.tensor(spec, batched=batched) for spec in manifest.outputs]
-    config["version_policy"] = {"all": {}}  # a new version does not remove others, which clients may request by number
-    if model.max_batch > 1:
-        preferred = {"preferred_batch_size": model.preferred} if model.preferred else {}
-        config["dynamic_batching"] = {**preferred, "max_queue_delay_microseconds": options.max_delay}
+    joining = {"preferred_batch_size": model.preferred, "max_queue_delay_microseconds": options.max_delay}
     kind = "gpu" if options.backend == "tensorrt" else options.kind
-    config["instance_group"] = [{"count": options.instances, "kind": Word(f"KIND_{kind.upper()}")}]
-    if served.profiles > 1:
-        config["instance_group"][0]["profile"] = [str(number) for number in range(served.profiles)]
+    instances = {"count": options.instances, "kind": Word(f"KIND_{kind.upper()}")}
+    profiles = [str(number) for number in range(served.profiles)] if served.profiles > 1 else []
     pinned = {"enable": kind != "cpu"}
-    config["optimization"] = {"input_pinned_memory": pinned, "output_pinned_memory": pinned}
     about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision, **served.parameters}
-    config["parameters"] = [{"key": key, "value": {"string_value": value}} for key, value in about.items()]
-    if warmups:
-        config["model_warmup"] = warmups
-    return config
+    return {
+        "name": model.name,
+        **served.fields,
+        "max_batch_size": model.max_batch,
+        "input": [configuration.tensor(spec, batched=batched) for spec in manifest.inputs],
+        "output": [configuration.tensor(spec, batched=batched) for spec in manifest.outputs],
+        "version_policy": {"all": {}},  # a new version does not remove others, which clients may request by number
+        "dynamic_batching": joining if model.max_batch > 1 else [],
+        "instance_group": [{**instances, "profile": profiles}],
+        "optimization": {"input_pinned_memory": pinned, "output_pinned_memory": pinned},
+        "parameters": [{"key": key, "value": {"string_value": value}} for key, value in about.items()],
+        "model_warmup": warmups,
+    }
 
 
 # --- the folders ------------------------------------------------------------------------------------------------------
@@ -487,16 +484,12 @@ class Repository:
 
     def _put(self, folder: Path) -> None:
         """Move every model, or its version, to the repository; if one cannot be moved, undo the others."""
-        put: list[tuple[Path, Path]] = []
-        try:
+        with ExitStack() as undo:
             for model in sorted(folder.iterdir()):
                 part = Path(model.name, str(self.version)) if model.name in self.existing else Path(model.name)
                 rename_new(folder / part, self.target / part)
-                put.append((self.target / part, folder / part))
-        except BaseException:
-            for there, back in put:
-                there.rename(back)
-            raise
+                undo.callback((self.target / part).rename, folder / part)
+            undo.pop_all()
 
 
 def _is_model(folder: Path) -> bool:
