@@ -23,10 +23,6 @@ from attnforge.errors import ShapeError, UsageError, check_known
 from attnforge.model.attention import attention, merge_heads, require_positive, split_heads, split_width
 from attnforge.model.transformer import FeedForward
 
-DECODER_POSITIONS = ("rotary", "learned")
-NORMS = ("rms", "layer")
-FEED_FORWARDS = ("swiglu", "gelu", "gelu-tanh")
-
 
 @dataclass(frozen=True)
 class DecoderSizes:
@@ -73,9 +69,9 @@ class DecoderSizes:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        check_known("positions", self.positions, DECODER_POSITIONS)
-        check_known("norm", self.norm, NORMS)
-        check_known("feed_forward", self.feed_forward, FEED_FORWARDS)
+        check_known("positions", self.positions, ("rotary", "learned"))
+        check_known("norm", self.norm, ("rms", "layer"))
+        check_known("feed_forward", self.feed_forward, ("swiglu", "gelu", "gelu-tanh"))
         require_positive(vocab_size=self.vocab_size, num_layers=self.num_layers, max_tokens=self.max_tokens)
         require_positive(kv_heads=self.kv_heads, feed_forward_dim=self.feed_forward_dim)
         if self.window is not None:
@@ -235,7 +231,8 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``; arguments as in :class:`CausalAttention`."""
+    """``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``; after x, the arguments of ``forward`` are
+    those of :class:`CausalAttention`."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
@@ -249,14 +246,8 @@ class DecoderLayer(nn.Module):
                 sizes.embed_dim, sizes.feed_forward_dim, sizes.feed_forward, bias=sizes.bias
             )
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
-        cache: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.norm1(x), mask, rotation, cache)
+    def forward(self, x: Tensor, *context: Tensor | tuple[Tensor, ...] | None) -> Tensor:
+        x = x + self.attention(self.norm1(x), *context)
         return x + self.feed_forward(self.norm2(x))
 
 
@@ -280,12 +271,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.embed_dim)
-        self.rotary: RotaryPositions | None = None
-        self.position_embedding: nn.Embedding | None = None
-        if sizes.positions == "rotary":
-            self.rotary = RotaryPositions(sizes.head_dim, sizes.max_tokens)
-        else:
-            self.position_embedding = nn.Embedding(sizes.max_tokens, sizes.embed_dim)
+        is_rotary = sizes.positions == "rotary"
+        self.rotary = RotaryPositions(sizes.head_dim, sizes.max_tokens) if is_rotary else None
+        self.position_embedding = None if is_rotary else nn.Embedding(sizes.max_tokens, sizes.embed_dim)
         self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(sizes.num_layers))
         self.norm = named_norm(sizes)
         self.head = None if sizes.tied else nn.Linear(sizes.embed_dim, sizes.vocab_size, bias=False)

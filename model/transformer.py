@@ -27,7 +27,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
 }
-POSITIONS = ("sinusoidal", "learned")
 
 
 class SinusoidalPositions(nn.Module):
@@ -71,6 +70,9 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + rows_of(self.table, x)
+
+
+POSITIONS = {"sinusoidal": SinusoidalPositions, "learned": LearnedPositions}
 
 
 def rows_of(table: Tensor, x: Tensor) -> Tensor:
@@ -174,7 +176,12 @@ class TransformerEncoder(nn.Module):
         require_positive(num_layers=num_layers)
         self.max_length, self.is_causal = max_length, is_causal
         self.embedding = None if vocab_size is None else nn.Embedding(vocab_size, embed_dim)
-        self.positions = named_positions(positions, embed_dim, max_length)
+        self.positions: nn.Module | None = None
+        if positions is not None:
+            check_known("positions", positions, POSITIONS)
+            if max_length is None:
+                raise UsageError(f"{positions} positions without max_length; their table needs a length, so give one")
+            self.positions = POSITIONS[positions](embed_dim, max_length)
         self.layers = nn.ModuleList(
             EncoderLayer(embed_dim, num_heads, activation=activation, norm_first=norm_first) for _ in range(num_layers)
         )
@@ -191,18 +198,6 @@ class TransformerEncoder(nn.Module):
         for layer in self.layers:
             x = layer(x, attn_mask=mask)
         return x if self.norm is None else self.norm(x)  # (B, n, embed_dim)
-
-
-def named_positions(
-    positions: str | None, embed_dim: int, max_length: int | None
-) -> SinusoidalPositions | LearnedPositions | None:
-    """Return the named positions, or None for None; raises as :class:`TransformerEncoder` does."""
-    if positions is None:
-        return None
-    check_known("positions", positions, POSITIONS)
-    if max_length is None:
-        raise UsageError(f"{positions} positions without max_length; their table needs a length, so give one")
-    return (SinusoidalPositions if positions == "sinusoidal" else LearnedPositions)(embed_dim, max_length)
 
 
 class VisionTransformer(nn.Module):
