@@ -30,7 +30,6 @@ from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_pr
 from attnforge.export.graphs.float64 import to_double
 from attnforge.export.graphs.nodes import input_of, rank_of
 from attnforge.export.graphs.types import DOUBLE, FLOATS, retype
-from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import band_of, of_all_pairs
 from attnforge.export.tensorrt.build import softmax_of
 from attnforge.runtime import cases as reference
@@ -105,16 +104,16 @@ def attention_maps(bundle: Bundle) -> AttentionMaps:
     records = {record.site: record for record in manifest.attention.details}
     left_out = {name: why for name, record in records.items() if (why := _why_left_out(record, manifest)) is not None}
     maps = AttentionMaps(case, inputs, left_out)
-    canonical = {name: record for name, record in records.items() if name not in left_out}
-    if not canonical:
+    names = [name for name in records if name not in left_out]
+    if not names:
         return maps
     model = decomposed(whole_graph(bundle, CANONICAL), sites_of(manifest.attention))
-    written = _written_sites(model, list(canonical))
+    written = _written_sites(model, names)
     operands = list(dict.fromkeys(name for site in written.values() for name in site.operands))
     try:
         eager = at_own_precision(model, operands)(inputs)
     except Exception as error:  # ONNX Runtime raises many types
-        maps.left_out |= dict.fromkeys(canonical, f"ONNX Runtime cannot run the canonical graph: {first_line(error)}")
+        maps.left_out |= dict.fromkeys(names, f"ONNX Runtime cannot run the canonical graph: {first_line(error)}")
         return maps
     exact: Tensors | None = None
     try:
@@ -128,14 +127,12 @@ def attention_maps(bundle: Bundle) -> AttentionMaps:
         maps.left_out |= dict.fromkeys(chosen, f"ONNX Runtime cannot run the deployed graph: {first_line(error)}")
         return maps
     for name in chosen:
-        if name not in deployed:
-            in_parts = "first queries" in canonical[name].targets[TARGET].form
-            why = "its first queries are computed separately" if in_parts else "its node is not in the deployed model"
-            maps.left_out[name] = why
-            continue
-        site, form = written[name], canonical[name].targets[TARGET].form
-        firsts = site.first_sample(exact) if exact is not None else None, site.first_sample(eager)
-        maps._makers.append(partial(_site_maps, name, form, site.samples(eager), site, *firsts, deployed[name]))
+        if name in deployed:
+            maps._makers.append(partial(_site_maps, records[name], written[name], exact, eager, deployed[name]))
+        elif "first queries" in records[name].targets[TARGET].form:
+            maps.left_out[name] = "its first queries are computed separately"
+        else:
+            maps.left_out[name] = "its node is not in the deployed model"
     return maps
 
 
@@ -154,18 +151,12 @@ def _why_left_out(site: SiteRecord, manifest: Manifest) -> str | None:
 
 
 def _site_maps(
-    name: str,
-    form: str,
-    samples: int,
-    site: WrittenSite,
-    exact: Tensors | None,
-    eager: Tensors,
-    deployed: Array | Callable[[], Array],
+    record: SiteRecord, site: WrittenSite, exact: Tensors | None, eager: Tensors, deployed: Array | Callable[[], Array]
 ) -> SiteMaps:
     """Compute the maps of a site.
 
     Args:
-        exact, eager: operands of the first sample, in float64 and at the bundle's precision.
+        exact, eager: operands of all sites, in float64 and at the bundle's precision.
         deployed: the map that the model computed, or a function that computes it.
     """
     is_held = isinstance(deployed, np.ndarray)
@@ -174,7 +165,8 @@ def _site_maps(
     exact_map = site.map(_exactly, exact) if exact is not None else None
     masked = ~eager_map.any(axis=-1, keepdims=True)  # fully masked rows, which are NaN in a plain softmax
     deployed_map = np.where(masked & np.isnan(deployed_map), 0, deployed_map)
-    return SiteMaps(name, form, is_held, samples, exact_map, eager_map, deployed_map)
+    form = record.targets[TARGET].form
+    return SiteMaps(record.site, form, is_held, site.sizes(eager)[0], exact_map, eager_map, deployed_map)
 
 
 def _usual(manifest: Manifest) -> Case:
@@ -184,10 +176,10 @@ def _usual(manifest: Manifest) -> Case:
     return next(of_kinds, cases[0])
 
 
-def _within_limits(sizes: Mapping[str, tuple[int, int, int]], left_out: dict[str, str]) -> list[str]:
+def _within_limits(sizes: Mapping[str, tuple[int, ...]], left_out: dict[str, str]) -> list[str]:
     """Return the sites whose maps are not too large; `left_out` receives the reasons for the others."""
     chosen, total = [], 0
-    for site, (heads, queries, keys) in sizes.items():
+    for site, (_, heads, queries, keys) in sizes.items():
         count = heads * queries * keys
         if count > MOST_SCORES:
             left_out[site] = (
@@ -220,27 +212,20 @@ class WrittenSite:
     softmax: str
     operands: list[str]
 
-    def samples(self, tensors: Tensors) -> int:
-        return len(tensors[self.operands[0]])
-
-    def sizes(self, tensors: Tensors) -> tuple[int, int, int]:
-        """Return the numbers of heads, queries and keys."""
+    def sizes(self, tensors: Tensors) -> tuple[int, ...]:
+        """Return the numbers of samples, heads, queries and keys."""
         query, key = (tensors[name] for name in self.operands[:2])
-        return query.shape[1], query.shape[2], key.shape[3]
-
-    def first_sample(self, tensors: Tensors) -> Tensors:
-        """Return the operands of the first sample."""
-        return {name: tensors[name][:1] if tensors[name].ndim == 4 else tensors[name] for name in self.operands}
+        return *query.shape[:3], key.shape[3]
 
     def map(self, run: Callable[..., Runner], operands: Tensors) -> Array:
-        """Return the map (H, n_q, n_k) of one sample, with zeros in fully masked rows."""
-        tensors = run(self.model)(operands)
+        """Return the map (H, n_q, n_k) of the first sample, with zeros in fully masked rows."""
+        first = {name: operands[name][:1] if operands[name].ndim == 4 else operands[name] for name in self.operands}
+        tensors = run(self.model)(first)
         masked = (tensors[self.scores] == -np.inf).all(axis=-1, keepdims=True)
         return np.asarray(np.where(masked, 0, tensors[self.softmax])[0])
 
 
-def _exactly(model: ir.Model, names: list[str] | None = None) -> Runner:
-    return in_float64(model, names, least_stays_least=True)
+_exactly = partial(in_float64, least_stays_least=True)
 
 
 def _written_sites(model: ir.Model, names: list[str]) -> dict[str, WrittenSite]:
@@ -282,7 +267,7 @@ def _deployed(
     model = whole_graph(bundle, bundle.manifest.targets[TARGET].model)
     nodes = {node.name: node for node in model.graph}
     held: dict[str, str] = {}
-    fused: dict[str, list[ir.Node]] = {}  # one node for all heads, or one per head
+    fused: dict[str, list[FusedOperator]] = {}  # one for all heads, or one per head
     for site in sites:
         node = next((nodes[name] for form in FORMS if (name := f"{site}/{form}") in nodes), None)
         if node is not None and node.op_type == "Softmax":
@@ -290,13 +275,13 @@ def _deployed(
             held[site] = str(first.name)
         elif node is not None:
             further = itertools.takewhile(nodes.__contains__, (f"{node.name}_{i}" for i in itertools.count(1)))
-            fused[site] = [node, *(nodes[name] for name in further)]
-    operators = {site: [FusedOperator.of(model, node) for node in heads] for site, heads in fused.items()}
-    names = [*held.values(), *(name for heads in operators.values() for operator in heads for name in operator.inputs)]
+            fused[site] = [FusedOperator.of(model, head) for head in (node, *(nodes[name] for name in further))]
+    graphs = [operator.model.graph for heads in fused.values() for operator in heads]
+    names = [*held.values(), *(str(value.name) for graph in graphs for value in graph.inputs)]
     tensors = as_it_is(model, names, optimised=True)(inputs) if names else {}
     maps: dict[str, Array | Callable[[], Array]] = {site: tensors[name][0] for site, name in held.items()}
-    for site, heads in operators.items():
-        maps[site] = partial(_map_of, heads, tensors, sites[site].samples(eager), sites[site].sizes(eager))
+    for site, heads in fused.items():
+        maps[site] = partial(_map_of, heads, tensors, sites[site].sizes(eager))
     return maps
 
 
@@ -309,21 +294,15 @@ def _first_sample(op: Builder, softmax: ir.Node) -> ir.Value:
 
 @dataclass(frozen=True)
 class FusedOperator:
-    """A separate graph that computes the weights of a fused operator in float64.
+    """A fused operator, and a separate graph that computes its weights in float64.
 
     Attributes:
+        node: the operator.
         model: graph from the operator's inputs to its weights, `(samples, heads, n_q, n_k)`.
-        inputs: names of the inputs.
-        query: name of the query.
-        without_batch: names of masks without a dim for samples.
-        band: band of an operator whose samples or heads are blocks of tokens; else None.
     """
 
+    node: ir.Node
     model: ir.Model
-    inputs: list[str]
-    query: str
-    without_batch: list[str]
-    band: Band | None
 
     @classmethod
     def of(cls, model: ir.Model, node: ir.Node) -> FusedOperator:
@@ -336,37 +315,38 @@ class FusedOperator:
         weights = part_of(double, [str(maps.name)])
         to_double(weights)
         _forget_shapes(weights)
-        masks = node.inputs[3:] if node.op_type == "Attention" else ()
-        flat = [str(v.name) for v in masks if v is not None and rank_of(v) in (2, 3)]
-        inputs = [str(value.name) for value in weights.graph.inputs]
-        return cls(weights, inputs, str(input_of(node).name), flat, band_of(node))
+        return cls(node, weights)
+
+    def query(self, tensors: Tensors) -> Array:
+        return tensors[str(input_of(self.node).name)]
 
     def weights(self, tensors: Tensors, samples: int) -> Array:
         """Return the weights for the model's first sample, which may be several samples of the operator."""
-        batch = len(tensors[self.query])
-        first = {
-            name: tensors[name][: batch // samples]
-            if len(tensors[name]) == batch and name not in self.without_batch
-            else tensors[name]
-            for name in self.inputs
-        }
+        batch = len(self.query(tensors))
+        masks = self.node.inputs[3:] if self.node.op_type == "Attention" else ()
+        without_batch = [mask.name for mask in masks if mask is not None and rank_of(mask) in (2, 3)]
+        first = {}
         for value in self.model.graph.inputs:
+            array = tensors[str(value.name)]
+            if len(array) == batch and value.name not in without_batch:
+                array = array[: batch // samples]
             if not value.dtype:  # computed from sizes by a lowering, or a mask, which the graph takes as double
-                if is_floating(array := first[str(value.name)]):
-                    first[str(value.name)] = array.astype(np.float64)
-                value.dtype = ir.DataType.from_numpy(first[str(value.name)].dtype)
+                array = array.astype(np.float64) if is_floating(array) else array
+                value.dtype = ir.DataType.from_numpy(array.dtype)
+            first[str(value.name)] = array
         (weights,) = as_it_is(self.model)(first).values()
         return weights
 
 
-def _map_of(operators: list[FusedOperator], tensors: Tensors, samples: int, sizes: tuple[int, int, int]) -> Array:
+def _map_of(operators: list[FusedOperator], tensors: Tensors, sizes: tuple[int, ...]) -> Array:
     """Return the map of a site from one operator for all heads, or one per head."""
+    samples, _, queries, keys = sizes
     parts = [operator.weights(tensors, samples) for operator in operators]
-    if (band := operators[0].band) is not None:
-        are_heads = tensors[operators[0].query].ndim == 4  # blocks are heads, and heads are samples
-        return of_all_pairs(parts[0].swapaxes(0, 1) if are_heads else parts[0], band, sizes[1])
+    if (band := band_of(operators[0].node)) is not None:  # the operator's samples or heads are blocks of tokens
+        are_heads = operators[0].query(tensors).ndim == 4  # blocks are heads, and heads are samples
+        return of_all_pairs(parts[0].swapaxes(0, 1) if are_heads else parts[0], band, queries)
     maps = np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
-    return maps[..., : sizes[2]]  # a cache has more slots, which no query sees
+    return maps[..., :keys]  # a cache has more slots, which no query sees
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class MeasuredSite:
 
     Attributes:
         samples: number of samples that the site processes independently.
+        shape: numbers of heads, queries and keys.
         deployed_off, eager_off: largest difference of a weight from float64; without float64, `deployed_off` is
             relative to eager and `eager_off` is None.
         not_finite: number of deployed weights that are not finite.
@@ -63,16 +64,14 @@ class MeasuredSite:
     form: str
     is_held: bool
     samples: int
-    heads: int
-    queries: int
-    keys: int
+    shape: tuple[int, ...]
     deployed_off: float
     eager_off: float | None
     not_finite: int
 
     @property
     def is_pooled(self) -> bool:
-        return max(self.queries, self.keys) > MOST_CELLS
+        return max(self.shape[1:]) > MOST_CELLS
 
 
 @dataclass(frozen=True)
@@ -97,29 +96,26 @@ def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[Mea
 
 def _measure(maps: SiteMaps) -> MeasuredSite:
     truth = maps.eager if maps.exact is None else maps.exact
-    heads, queries, keys = maps.eager.shape
     return MeasuredSite(
         maps.site,
         maps.form,
         maps.is_held,
         maps.samples,
-        heads,
-        queries,
-        keys,
-        deployed_off=float(_largest_by_head(maps.deployed - truth).max(initial=0)),
-        eager_off=float(_largest_by_head(maps.eager - truth).max(initial=0)) if maps.exact is not None else None,
+        maps.eager.shape,
+        deployed_off=_largest(maps.deployed - truth),
+        eager_off=_largest(maps.eager - truth) if maps.exact is not None else None,
         not_finite=int((~np.isfinite(maps.deployed)).sum()),
     )
 
 
 def _draw(site: MeasuredSite, maps: SiteMaps, images: tuple[int, Array] | None) -> DrawnSite:
     eager, deployed = maps.eager.astype(np.float64), maps.deployed.astype(np.float64)
-    worst = int(np.argmax(_largest_by_head(deployed - eager)))
+    worst = int(np.argmax([_largest(head) for head in deployed - eager]))
     heads = []
     label = "The one head"
-    if site.heads > 1:
+    if len(eager) > 1:
         heads.append(_draw_maps("Mean of all heads", site.name, eager.mean(0), deployed.mean(0)))
-        label = f"Head {worst + 1} of {site.heads}, where deployed and eager differ most"
+        label = f"Head {worst + 1} of {len(eager)}, where deployed and eager differ most"
     heads.append(_draw_maps(label, site.name, eager[worst], deployed[worst]))
     return DrawnSite(site, heads, _draw_on_image(maps, images, eager, deployed))
 
@@ -136,13 +132,8 @@ def _draw_maps(label: str, site: str, eager: Array, deployed: Array) -> Maps:
     )
 
 
-def _largest_by_head(difference: Array) -> Array:
-    """Return the largest finite magnitude per head."""
-    sizes = np.nan_to_num(np.abs(difference), nan=0, posinf=0)
-    return np.asarray(sizes.reshape(len(difference), -1).max(axis=-1, initial=0))
-
-
 def _largest(*arrays: Array) -> float:
+    """Return the largest finite magnitude."""
     return float(max(np.max(np.abs(array), initial=0, where=np.isfinite(array)) for array in arrays))
 
 
@@ -175,15 +166,13 @@ def _draw_on_image(
     if grid is None or eager.shape[1] not in (eager.shape[2], 1):
         return None
     query, square, label = _query(grid, eager.shape[1])
-    patches = [
-        np.asarray(array.mean(0)[query][grid.extra :].reshape(grid.rows, grid.columns)) for array in (eager, deployed)
-    ]
-    both = np.stack(patches)
+    patches = np.stack([array.mean(0)[query][grid.extra :] for array in (eager, deployed)])
+    both = patches.reshape(2, grid.rows, grid.columns)
     known = both[np.isfinite(both)] if np.isfinite(both).any() else np.zeros(1)
     ends = float(known.min()), float(known.max()) + 1e-12
-    difference = patches[1] - patches[0]
+    difference = both[1] - both[0]
     most = _largest(difference) or 1e-12
-    row, column = np.unravel_index(int(np.argmax(np.nan_to_num(patches[0]))), patches[0].shape)
+    row, column = np.unravel_index(int(np.argmax(np.nan_to_num(both[0]))), both[0].shape)
     which = f"attention of {label} over the image, {grid.rows} × {grid.columns} patches of {grid.side} pixels, in "
     which += maps.site
     eager_alt = f"Eager: {which}; most to the patch in row {row + 1}, column {column + 1}."
@@ -191,8 +180,8 @@ def _draw_on_image(
     image_alt = f"The image that the model was given, {pixels.shape[1]} × {pixels.shape[0]}."
     return MapsOnImage(
         f"What {label} attends to",
-        overlay(pixels, patches[0], ends, eager_alt, square),
-        overlay(pixels, patches[1], ends, f"Deployed: {which}.", square),
+        overlay(pixels, both[0], ends, eager_alt, square),
+        overlay(pixels, both[1], ends, f"Deployed: {which}.", square),
         overlay(pixels, difference, (-most, most), difference_alt, square, difference=True),
         photograph(pixels, image_alt, square),
         square is not None,
