@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -21,19 +22,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#c96a00", "#444444", "#c0202c"
 """Colours of: our backends or the deployed model; peers or eager; budgets and limits; failures."""
 
-STYLE: Any = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": "#222222",
-    "text.color": "#222222",
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-    "svg.hashsalt": "attnforge",
-}
+STYLE = Path(__file__).parents[1] / "templates" / "charts.mplstyle"
 WIDTH = 5.6
 """Width of a chart in inches: it must stay legible at two thirds of that, on a phone."""
 
@@ -59,7 +48,7 @@ def drawing(width: float, height: float, layout: Literal["constrained"] | None =
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(matplotlib.rc_params_from_file(STYLE, use_default_template=False)):
         yield Figure(figsize=(width, height), layout=layout)
 
 
