@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnforge.bundle import Bundle, Case, Kind, Masks, used
+from attnforge.bundle import Bundle, Case, used
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 from attnforge.report import error_charts
@@ -27,30 +27,6 @@ TEMPLATE = "verify.html"
 
 MOST_ROWS, MOST_OUTPUTS = 40, 4
 """Maximum number of cases and outputs of a backend that are drawn."""
-
-KINDS: dict[Kind, str] = {
-    "example": "the inputs that the model was deployed with",
-    "data": "real inputs that came with the model",
-    "normal": "random numbers around 0, most of them between −1 and 1",
-    "uniform": "random numbers spread evenly from −1 to 1",
-    "scaled": "the same as normal, made smaller or larger by the factor",
-    "outliers": "normal, with a few channels sixty times as large, as trained transformers have them",
-    "constant": "every number is one",
-    "denormal": "numbers smaller than the precision can hold in full",
-    "extremes": "normal, with a few numbers about as large as the precision allows",
-    "sparse": "normal, with zeros in a quarter of the rows and in one number in eight",
-    "zeros": "normal, and whole numbers that index no table are zero",
-    "large": "normal, and whole numbers that index no table are as large as the model takes them",
-}
-MASKS: dict[Masks, str] = {
-    "random": "a random three quarters may be attended to",
-    "all": "everything may be attended to",
-    "none": "nothing may be attended to",
-    "one": "one key for each query",
-    "all but one": "all keys but one",
-    "ragged": "a beginning of each row, of random length",
-    "infinite": "random, with −infinity added to the scores of the others",
-}
 
 
 def write_page(
@@ -97,9 +73,6 @@ def write_page(
             sites=sites,
             drawn_sites=drawn,
             records={record.site: record for record in manifest.attention.details},
-            attention_inputs=KINDS[attention.case.kind],
-            kinds={kind: text for kind, text in KINDS.items() if any(case.kind == kind for case in report.cases)},
-            masks={masks: text for masks, text in MASKS.items() if any(case.masks == masks for case in report.cases)},
         )
 
 

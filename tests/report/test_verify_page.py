@@ -32,8 +32,8 @@ from attnforge.model.attention import attention
 from attnforge.report import attention_maps as looking
 from attnforge.report import attention_section, error_charts
 from attnforge.report.attention_maps import SiteMaps, attention_maps, patch_grid
-from attnforge.report.render import check_page, error
-from attnforge.report.verify_page import KINDS, MASKS, write_page
+from attnforge.report.render import check_page, environment, error
+from attnforge.report.verify_page import write_page
 from attnforge.runtime.parity.comparison import BINS, Comparison
 from attnforge.runtime.parity.metrics import MetricReport
 from attnforge.runtime.parity.verify import Report
@@ -471,7 +471,8 @@ def test_images_have_attention_laid_over_them(pages: Pages) -> None:
 
 
 def test_every_kind_of_input_and_mask_is_explained() -> None:
-    assert set(KINDS) == set(get_args(Kind)) and set(MASKS) == set(get_args(Masks))
+    explained: Any = environment().get_template("kinds.html").module
+    assert set(explained.KINDS) == set(get_args(Kind)) and set(explained.MASKS) == set(get_args(Masks))
 
 
 def test_the_page_needs_nothing_else_and_can_be_read_aloud(pages: Pages) -> None:
