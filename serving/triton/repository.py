@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from attnforge.arrays import Array
 from attnforge.atomic import new_folder, rename_new
-from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Manifest, Trusted, place_of
+from attnforge.bundle import OPENVINO, Bundle, DimSpec, Engine, Trusted, place_of
 from attnforge.bundle.output import copy, copy_whole
 from attnforge.errors import UnavailableError, UsageError, first_line, raised_as, shortened
 from attnforge.records import Record
@@ -159,6 +159,7 @@ class Planned:
 
 
 def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging) -> Planned:
+    """Return the model that is to be written, and the configuration of all its versions."""
     served = _served(bundle, options)
     batch, most, preferred, measured = _batching(bundle, options)
     warmups, arrays = _warmups(bundle, batch if isinstance(batch, DimSpec) and most else None, most)
@@ -168,7 +169,27 @@ def _plan(name: str, bundle: Bundle, repository: Repository, options: Packaging)
         apart=batch if isinstance(batch, str) else None, preferred=preferred, measured=measured,
         warmups=[warmup["name"] for warmup in warmups], kept=name in repository.existing,
     )  # fmt: skip
-    return Planned(model, bundle, _config(model, bundle.manifest, served, warmups, options), served.files, arrays)
+    manifest, batched = bundle.manifest, most > 0
+    joining = {"preferred_batch_size": preferred, "max_queue_delay_microseconds": options.max_delay}
+    kind = "gpu" if options.backend == "tensorrt" else options.kind
+    profiles = [str(number) for number in range(served.profiles)] if served.profiles > 1 else []
+    instances = {"count": options.instances, "kind": Word(f"KIND_{kind.upper()}"), "profile": profiles}
+    pinned = {"enable": kind != "cpu"}
+    about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision, **served.parameters}
+    config = {
+        "name": name,
+        **served.fields,
+        "max_batch_size": most,
+        "input": [configuration.tensor(spec, batched=batched) for spec in manifest.inputs],
+        "output": [configuration.tensor(spec, batched=batched) for spec in manifest.outputs],
+        "version_policy": {"all": {}},  # a new version does not remove others, which clients may request by number
+        "dynamic_batching": joining if most > 1 else [],
+        "instance_group": [instances],
+        "optimization": {"input_pinned_memory": pinned, "output_pinned_memory": pinned},
+        "parameters": [{"key": key, "value": {"string_value": value}} for key, value in about.items()],
+        "model_warmup": warmups,
+    }
+    return Planned(model, bundle, config, served.files, arrays)
 
 
 @dataclass(frozen=True)
@@ -359,34 +380,6 @@ def _warmups(bundle: Bundle, batch: DimSpec | None, most: int) -> tuple[list[Mes
             joined = 1 if batch is None else min(case.sizes[batch.symbol], most)
             warmups.append({"name": case.name, "batch_size": joined, "inputs": inputs})
     return warmups, files
-
-
-# --- the configuration ------------------------------------------------------------------------------------------------
-
-
-def _config(
-    model: PackagedModel, manifest: Manifest, served: Served, warmups: list[Message], options: Packaging
-) -> Message:
-    batched = model.max_batch > 0
-    joining = {"preferred_batch_size": model.preferred, "max_queue_delay_microseconds": options.max_delay}
-    kind = "gpu" if options.backend == "tensorrt" else options.kind
-    instances = {"count": options.instances, "kind": Word(f"KIND_{kind.upper()}")}
-    profiles = [str(number) for number in range(served.profiles)] if served.profiles > 1 else []
-    pinned = {"enable": kind != "cpu"}
-    about = {"attnforge": __version__, "model": manifest.name, "precision": manifest.precision, **served.parameters}
-    return {
-        "name": model.name,
-        **served.fields,
-        "max_batch_size": model.max_batch,
-        "input": [configuration.tensor(spec, batched=batched) for spec in manifest.inputs],
-        "output": [configuration.tensor(spec, batched=batched) for spec in manifest.outputs],
-        "version_policy": {"all": {}},  # a new version does not remove others, which clients may request by number
-        "dynamic_batching": joining if model.max_batch > 1 else [],
-        "instance_group": [{**instances, "profile": profiles}],
-        "optimization": {"input_pinned_memory": pinned, "output_pinned_memory": pinned},
-        "parameters": [{"key": key, "value": {"string_value": value}} for key, value in about.items()],
-        "model_warmup": warmups,
-    }
 
 
 # --- the folders ------------------------------------------------------------------------------------------------------
