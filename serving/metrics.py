@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from attnforge.bundle import DimSpec
@@ -39,6 +40,21 @@ def labels_of(session: Session) -> tuple[str, str, str]:
     return session.bundle.manifest.name, session.bundle.manifest.precision, session.backend
 
 
+def instruments(counter: Callable[..., Any], histogram: Callable[..., Any]) -> dict[str, Any]:
+    """Return the metrics of calls, by the names under which :class:`Observed` records them.
+
+    Args:
+        counter: makes a counter of a name, a description and names of labels.
+        histogram: makes a histogram of these, and `buckets`.
+    """
+    return {
+        "calls": counter("attnforge_calls", "Calls of a Session.", LABELS),
+        "errors": counter("attnforge_errors", "Calls that failed.", (*LABELS, "error")),
+        "seconds": histogram("attnforge_call_seconds", "Seconds of a call.", LABELS, buckets=SECONDS),
+        "samples": histogram("attnforge_call_samples", "Samples in a call.", LABELS, buckets=SAMPLES),
+    }
+
+
 class Metrics(Collector):
     """The metrics of any number of Sessions.
 
@@ -52,16 +68,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._metrics: dict[str, Counter | Histogram] = {
-            "calls": Counter("attnforge_calls", "Calls of a Session.", LABELS, registry=registry),
-            "errors": Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error"), registry=registry),
-            "seconds": Histogram(
-                "attnforge_call_seconds", "Seconds of a call.", LABELS, registry=registry, buckets=SECONDS
-            ),
-            "samples": Histogram(
-                "attnforge_call_samples", "Samples in a call.", LABELS, registry=registry, buckets=SAMPLES
-            ),
-        }
+        self._metrics = instruments(partial(Counter, registry=registry), partial(Histogram, registry=registry))
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         registry.register(self)
 

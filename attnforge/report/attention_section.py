@@ -274,8 +274,7 @@ def _show(axes: Axes, values: Array, ends: tuple[float, float], size: Sequence[i
 
 def _show_image(figure: Figure, image: Array, query: tuple[int, int, int] | None) -> Axes:
     axes = figure.add_axes((0.02, 0.04, 0.74, 0.92))
-    height, width, channels = image.shape
-    _show(axes, image[..., 0] if channels == 1 else image, (0, 1), (height, width), cmap="gray")
+    _show(axes, image[..., 0] if image.shape[2] == 1 else image, (0, 1), image.shape, cmap="gray")
     axes.set_axis_off()
     if query is not None:
         row, column, side = query

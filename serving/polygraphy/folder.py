@@ -18,7 +18,7 @@ import numpy as np
 
 from attnforge.arrays import BFLOAT16, Array, without_bfloat16
 from attnforge.atomic import new_folder
-from attnforge.bundle import FLAVOURS, Bundle, Case, DimSpec, Trusted, open_bundle, place_of
+from attnforge.bundle import FLAVOURS, Bundle, Case, DimSpec, Manifest, Trusted, open_bundle, place_of
 from attnforge.bundle.output import copy_whole
 from attnforge.errors import UsageError
 from attnforge.polygraphy_files import write_inputs, write_results
@@ -93,7 +93,8 @@ def package(
             write_inputs(stream, _inputs(opened, references))
         with (folder / FLOAT64).open("wb") as stream:
             write_results(stream, "float64", [(runner, arrays) for runner, arrays, _ in outputs])
-        (folder / BUDGET).write_text(SCRIPT + _further(opened), encoding="utf-8")
+        further = [f'{name} = budget_of(BUNDLE, "{name}")  # {BUDGET}:{name}\n' for name in _with_own_budget(manifest)]
+        (folder / BUDGET).write_text("".join([SCRIPT, *further]), encoding="utf-8")
     partly = {name for _, _, flattened in outputs for name in flattened}
     return PackagedComparison(
         folder=str(target),
@@ -125,15 +126,10 @@ def _float64(bundle: Bundle, case: Case, references: References) -> tuple[dict[s
     return arrays, flattened
 
 
-def _further(bundle: Bundle) -> str:
-    """Return the script's lines for targets whose budget differs from the bundle's."""
-    names = [name for name in FLAVOURS if _has_own_budget(bundle, name)]
-    return "".join(f'{name} = budget_of(BUNDLE, "{name}")  # {BUDGET}:{name}\n' for name in names)
-
-
-def _has_own_budget(bundle: Bundle, name: str) -> bool:
-    record = bundle.manifest.targets.get(name)
-    return record is not None and record.attention_precision is not None
+def _with_own_budget(manifest: Manifest) -> list[str]:
+    """Return the targets whose budget differs from the bundle's."""
+    records = {name: manifest.targets.get(name) for name in FLAVOURS}
+    return [name for name, record in records.items() if record is not None and record.attention_precision is not None]
 
 
 def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
@@ -153,7 +149,7 @@ def _commands(bundle: Bundle, folder: Path) -> dict[str, str]:
         words = [
             "polygraphy", "run", str(folder / BUNDLE / model), *runner, "--load-inputs", str(folder / INPUTS),
             "--load-outputs", str(folder / FLOAT64), "--compare-func-script",
-            f"{folder / BUDGET}:{name}" if _has_own_budget(bundle, name) else str(folder / BUDGET),
+            f"{folder / BUDGET}:{name}" if name in _with_own_budget(manifest) else str(folder / BUDGET),
         ]  # fmt: skip
         commands[name] = ("POLYGRAPHY_USE_TENSORRT_RTX=1 " if name == "tensorrt_rtx" else "") + shlex.join(words)
     return commands

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from attnforge.runtime.session import Session
-from attnforge.serving.metrics import LABELS, MEMORY, SAMPLES, SECONDS, Observed, labels_of
+from attnforge.serving.metrics import LABELS, MEMORY, Observed, instruments, labels_of
 
 
 def observed(session: Session) -> Observed:
@@ -24,12 +24,7 @@ def observed(session: Session) -> Observed:
     for what in MEMORY:
         if (size := getattr(session.memory, what)) is not None:
             memory.set(size, dict(zip((*LABELS, "what"), (*labels, what), strict=True)))
-    metrics: dict[str, Counter | Histogram] = {
-        "calls": Counter("attnforge_calls", "Calls of a Session.", LABELS),
-        "errors": Counter("attnforge_errors", "Calls that failed.", (*LABELS, "error")),
-        "seconds": Histogram("attnforge_call_seconds", "Seconds of a call.", list(SECONDS), LABELS),
-        "samples": Histogram("attnforge_call_samples", "Samples in a call.", list(SAMPLES), LABELS),
-    }
+    metrics = instruments(Counter, lambda name, text, labels, buckets: Histogram(name, text, list(buckets), labels))
 
     def record(name: str, value: float, *error: str) -> None:
         metric, tags = metrics[name], dict(zip((*LABELS, "error"), (*labels, *error), strict=False))
