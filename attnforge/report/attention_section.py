@@ -4,7 +4,7 @@ eager, of the deployed model and of their difference, also of one query over the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,9 +48,9 @@ class MapsOnImage(Maps):
     after_token: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeasuredSite:
-    """Errors of a site's weights, over all heads, queries and keys of the first sample.
+    """Errors of a site's weights, over all heads, queries and keys of the first sample, and their pictures.
 
     Attributes:
         samples: number of samples that the site processes independently.
@@ -58,6 +58,8 @@ class MeasuredSite:
         deployed_off, eager_off: largest difference of a weight from float64; without float64, `deployed_off` is
             relative to eager and `eager_off` is None.
         not_finite: number of deployed weights that are not finite.
+        heads: maps of some of its heads, if it is drawn.
+        photograph: the attention of one query over the image, if it is drawn and its keys are patches.
     """
 
     name: str
@@ -68,30 +70,25 @@ class MeasuredSite:
     deployed_off: float
     eager_off: float | None
     not_finite: int
+    heads: list[Maps] = field(default_factory=list)
+    photograph: MapsOnImage | None = None
 
     @property
     def is_pooled(self) -> bool:
         return max(self.shape[1:]) > MOST_CELLS
 
 
-@dataclass(frozen=True)
-class DrawnSite:
-    """A site with maps of its heads, and over the image if its keys are patches."""
-
-    site: MeasuredSite
-    heads: list[Maps]
-    photograph: MapsOnImage | None
-
-
-def attention_section(maps: AttentionMaps, manifest: Manifest) -> tuple[list[MeasuredSite], list[DrawnSite]]:
+def attention_section(maps: AttentionMaps, manifest: Manifest) -> list[MeasuredSite]:
     """Measure every site, and draw maps of the least accurate sites, the first and the last."""
     sites = [_measure(site_maps) for site_maps in maps]
     by_distance = sorted(sites, key=lambda site: (site.not_finite, site.deployed_off), reverse=True)
     order = [*by_distance[: MOST_DRAWN - 2], *sites[:1], *sites[-1:], *by_distance]
     names = list(dict.fromkeys(site.name for site in order))[:MOST_DRAWN]
     images = _images(manifest, maps.inputs)
-    drawn = [_draw(site, site_maps, images) for site, site_maps in zip(sites, maps, strict=True) if site.name in names]
-    return sites, drawn
+    for site, site_maps in zip(sites, maps, strict=True):
+        if site.name in names:
+            _draw(site, site_maps, images)
+    return sites
 
 
 def _measure(maps: SiteMaps) -> MeasuredSite:
@@ -108,16 +105,15 @@ def _measure(maps: SiteMaps) -> MeasuredSite:
     )
 
 
-def _draw(site: MeasuredSite, maps: SiteMaps, images: tuple[int, Array] | None) -> DrawnSite:
+def _draw(site: MeasuredSite, maps: SiteMaps, images: tuple[int, Array] | None) -> None:
     eager, deployed = maps.eager.astype(np.float64), maps.deployed.astype(np.float64)
     worst = int(np.argmax([_largest(head) for head in deployed - eager]))
-    heads = []
     label = "The one head"
     if len(eager) > 1:
-        heads.append(_draw_maps("Mean of all heads", site.name, eager.mean(0), deployed.mean(0)))
+        site.heads.append(_draw_maps("Mean of all heads", site.name, eager.mean(0), deployed.mean(0)))
         label = f"Head {worst + 1} of {len(eager)}, where deployed and eager differ most"
-    heads.append(_draw_maps(label, site.name, eager[worst], deployed[worst]))
-    return DrawnSite(site, heads, _draw_on_image(maps, images, eager, deployed))
+    site.heads.append(_draw_maps(label, site.name, eager[worst], deployed[worst]))
+    site.photograph = _draw_on_image(maps, images, eager, deployed)
 
 
 def _draw_maps(label: str, site: str, eager: Array, deployed: Array) -> Maps:

@@ -53,7 +53,7 @@ def write_page(
     with used(opened.path, "shown on a page"):
         manifest = opened.manifest
         attention = attention_maps(opened)
-        sites, drawn = attention_section(attention, manifest)
+        sites = attention_section(attention, manifest)
         cases = {case.name: case for case in report.cases}
         cost = cost_of_quantising(report, manifest)
         floors = [budget_precision(manifest, name).floor for name in report.backends]
@@ -71,7 +71,6 @@ def write_page(
             furthest=_furthest,
             attention=attention,
             sites=sites,
-            drawn_sites=drawn,
             records={record.site: record for record in manifest.attention.details},
         )
 
