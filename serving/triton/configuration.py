@@ -34,14 +34,13 @@ def tensor(spec: TensorSpec, *, batched: bool) -> Message:
     dims = [-1 if isinstance(dim, DimSpec) else dim for dim in spec.dims[1 if batched else 0 :]]
     if 0 in dims:
         raise UnavailableError(f"{spec.name} is {spec.text()}, but Triton does not support dims of size 0")
-    message: dict[str, Any] = {
+    return {
         "name": spec.name,
         "data_type": Word(f"TYPE_{DATATYPES[spec.dtype]}"),
         "dims": dims or [1],
+        # Triton requires a dim, and removes it again; without a batch it would not
+        "reshape": {} if batched and not dims else [],
     }
-    if batched and not dims:  # Triton requires a dim, and removes it again; without a batch it would not
-        message["reshape"] = {}
-    return message
 
 
 def sample(spec: TensorSpec, shape: Sequence[int], file: str) -> Message:
