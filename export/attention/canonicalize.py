@@ -24,8 +24,8 @@ from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
 from attnforge.export.attention.softmax import by_hand, restore_softmax
 from attnforge.export.attention.unrecognised import COMPUTES, unrecognised, why_no_attention
-from attnforge.export.attention.walk_back import Ended, Scores, both_computed, walk_to_product
-from attnforge.export.attention.walk_forward import Weights, WeightSteps, walk_to_outputs
+from attnforge.export.attention.walk_back import Ended, Scores, Steps, both_computed, walk_to_product
+from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.attention_operators import READERS
 from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of, upstream
@@ -176,7 +176,7 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
         return "it runs over one element"
     scores = walk_to_product(Position(source, layout, dim[0]))
     sink = scores.steps.sink if isinstance(scores, Scores) else None
-    outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), WeightSteps(sink=sink))
+    outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), Steps(sink=sink))
     walks: list[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else [*outputs]
     places: dict[object, int] = {node: i for i, node in enumerate(graph)} if len(walks) > 1 else {}
     written: dict[int, Site] = {}
@@ -184,7 +184,7 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
     for i, weights in sorted(enumerate(walks), key=lambda walk: -places.get(getattr(walk[1], "product", None), 0)):
         site = Site(
             f"{name}, values {i + 1}" if i else name,
-            written_as="·".join([*reversed(scores.path), "Softmax", *weights.path]),
+            written_as="·".join([*reversed(scores.steps.path), "Softmax", *weights.steps.path]),
         )
         if isinstance(scores, Ended) or isinstance(weights, Ended):
             reasons = (walk.reason for walk in (scores, weights) if isinstance(walk, Ended))
@@ -231,4 +231,4 @@ def _from_argmax(node: ir.Node, name: str) -> list[Site]:
     if isinstance(scores, Ended) or not both_computed(scores):
         return []
     reason = "the alignment is hard (ArgMax): fused attention kernels compute a softmax"
-    return [Site(name, "·".join([*reversed(scores.path), "ArgMax"]), reason=reason)]
+    return [Site(name, "·".join([*reversed(scores.steps.path), "ArgMax"]), reason=reason)]

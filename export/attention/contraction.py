@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from attnforge.export.attention.operands import factor_of
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import constant_of, input_of, inputs_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
 Label = str | None
@@ -57,10 +58,8 @@ def contraction_of(node: ir.Node) -> Contraction:
     Raises:
         NotAttention: the product does more than sum over an axis that both sides have.
     """
-    if node.op_type == "Einsum":
-        return _einsum(node)
     mul = _summed_mul(node)
-    return _matrix_product(node) if mul is None else _sum_of_products(node, mul)
+    return _product_of_terms(node) if mul is None else _sum_of_products(node, mul)
 
 
 def _summed_mul(node: ir.Node) -> ir.Node | None:
@@ -73,25 +72,6 @@ def _summed_mul(node: ir.Node) -> ir.Node | None:
         product = mul.inputs[0]  # 16-bit products are summed in fp32
         mul = product.producer() if product.dtype is not None and product.dtype.bitwidth == 16 else None
     return mul if is_op(mul, "Mul") and not factor_of(mul) and len(mul.outputs[0].uses()) == 1 else None
-
-
-def _matrix_product(node: ir.Node) -> Contraction:
-    """A MatMul or a Gemm."""
-    left, right = input_of(node, 0), input_of(node, 1)
-    transposed = (False, False)
-    if node.op_type == "Gemm":
-        if node.attributes.get_float("alpha", 1.0) != 1.0 or any(v is not None for v in node.inputs[2:]):
-            raise NotAttention("a Gemm with a bias or a factor on the product")
-        transposed = bool(node.attributes.get_int("transA", 0)), bool(node.attributes.get_int("transB", 0))
-    left_sizes, right_sizes = sizes_of(left), sizes_of(right)
-    rows, columns = ["rows"] if len(left_sizes) > 1 else [], ["columns"] if len(right_sizes) > 1 else []
-    batch = [f"batch{i}" for i in range(len(sizes_of(node.outputs[0])) - len(rows) - len(columns))]
-    left_side, right_side = (
-        Side(value, [*_broadcast(sizes_of(value)[:-2], batch), *(matrix[::-1] if swap else matrix)])
-        for value, matrix, swap in zip((left, right), ([*rows, "sum"], ["sum", *columns]), transposed, strict=True)
-    )
-    summed = {"sum": left_sizes[-2 if transposed[0] else -1]}
-    return Contraction((left_side, right_side), [*batch, *rows, *columns], summed)
 
 
 def _broadcast(sizes: list[Size], labels: list[str]) -> list[Label]:
@@ -114,34 +94,47 @@ def _sum_of_products(node: ir.Node, mul: ir.Node) -> Contraction:
     return Contraction((left_side, right_side), output, summed)
 
 
-def _einsum(node: ir.Node) -> Contraction:
-    equation = node.attributes["equation"].as_string().replace(" ", "")
+def _product_of_terms(node: ir.Node) -> Contraction:
+    """A MatMul, a Gemm or an Einsum."""
+    equation = _equation(node)
     terms, _, output = equation.partition("->")
-    if len(node.inputs) != 2 or not output:
-        raise NotAttention(f"an Einsum that is not a product of two tensors: {equation}")
     pairs = list(zip(inputs_of(node), terms.split(","), strict=True))
     ranks = [len(sizes_of(value)) - len(term.replace("...", "")) for value, term in pairs]  # of the ellipsis
-    unused = [chr(code) for code in range(ord("A"), ord("z") + 1) if chr(code).isalpha() and chr(code) not in equation]
-    batch = unused[: max(ranks)]
-    left_side, right_side = (
-        Side(value, _einsum_labels(term, sizes_of(value), rank, batch))
-        for (value, term), rank in zip(pairs, ranks, strict=True)
-    )
-    result = output.replace("...", "".join(batch))
-    sides = (left_side, right_side)
-    sizes = dict(pair for side in sides for pair in zip(side.labels, sizes_of(side.value), strict=True))
+    batch = [f"{node.op_type} batch{i}" for i in range(max(ranks))]
+    sides = []
+    for (value, term), rank in zip(pairs, ranks, strict=True):
+        first = max(term.find("..."), 0)
+        sides.append(Side(value, _spread(term, _broadcast(sizes_of(value)[first : first + rank], batch))))
+    left, right = sides
+    result = [label for label in _spread(output, batch) if label is not None]
+    sizes = dict(pair for side in (right, left) for pair in zip(side.labels, sizes_of(side.value), strict=True))
     summed = {label: size for label, size in sizes.items() if label is not None and label not in result}
     named = [[label for label in side.labels if label is not None] for side in sides]
     is_shared = all(label in named[0] and label in named[1] for label in summed)
     if any(len(set(labels)) < len(labels) for labels in named) or not is_shared:
         raise NotAttention(f"an Einsum that takes a diagonal or sums over an axis of one side alone: {equation}")
-    return Contraction(sides, list(result), summed)
+    return Contraction((left, right), result, summed)
 
 
-def _einsum_labels(term: str, sizes: list[Size], rank: int, batch: list[str]) -> list[Label]:
-    """The letters of an Einsum term, with its ellipsis replaced by the last `rank` letters of `batch`."""
-    labels: list[Label] = list(term.replace("...", ""))
-    front = term.find("...")
-    if front >= 0:
-        labels[front:front] = _broadcast(sizes[front : front + rank], batch)
-    return labels
+def _equation(node: ir.Node) -> str:
+    """The equation of an Einsum, or of the Einsum that a MatMul or a Gemm is."""
+    if node.op_type == "Einsum":
+        equation = node.attributes["equation"].as_string().replace(" ", "")
+        if len(node.inputs) != 2 or equation.endswith("->") or "->" not in equation:
+            raise NotAttention(f"an Einsum that is not a product of two tensors: {equation}")
+        return equation
+    if node.op_type == "Gemm":
+        if node.attributes.get_float("alpha", 1.0) != 1.0 or any(v is not None for v in node.inputs[2:]):
+            raise NotAttention("a Gemm with a bias or a factor on the product")
+        left = "sr" if node.attributes.get_int("transA", 0) else "rs"
+        right = "cs" if node.attributes.get_int("transB", 0) else "sc"
+        return f"{left},{right}->rc"
+    left_rank, right_rank = (len(sizes_of(value)) for value in inputs_of(node))
+    row, column = "r" if left_rank > 1 else "", "c" if right_rank > 1 else ""
+    return f"...{row}s,...s{column}->...{row}{column}"
+
+
+def _spread(term: str, batch: Sequence[Label]) -> list[Label]:
+    """The letters of an Einsum term, with `batch` in place of its ellipsis."""
+    front, ellipsis, back = term.partition("...")
+    return [*front, *(batch if ellipsis else ()), *back]

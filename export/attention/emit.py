@@ -21,8 +21,8 @@ from attnforge.export.attention.masking import (
     within,
 )
 from attnforge.export.attention.operands import Operand, TensorScale, strip_factors
-from attnforge.export.attention.walk_back import Scores
-from attnforge.export.attention.walk_forward import Weights, WeightSteps
+from attnforge.export.attention.walk_back import Scores, Steps
+from attnforge.export.attention.walk_forward import Weights
 from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach
 from attnforge.export.graphs.attention_operators import read, scale_of
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, insert, like, replace_value
@@ -97,11 +97,11 @@ def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> i
     return x
 
 
-def _zeroed(writer: SiteWriter, result: ir.Value, steps: WeightSteps) -> ir.Value:
+def _zeroed(writer: SiteWriter, result: ir.Value, steps: Steps) -> ir.Value:
     """The output with zeros for the queries that the graph zeroes after the softmax."""
     op = writer.op
     zeros = constant(op, 0.0, writer.dtype)
-    for zeroing in steps.zeroing:
+    for zeroing in steps.fills:
         if zeroing.by_key:  # zero where it excludes all keys of a query
             result = like(op.Where(any_key(op, allowed(writer, zeroing)), result, zeros), result)
         else:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -15,8 +14,7 @@ from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
 from attnforge.export.attention.layout import Layout, before_views
 from attnforge.export.attention.operands import Operand, factor_of, same_value, without_not
 from attnforge.export.attention.softmax import one_axis
-from attnforge.export.attention.walk_back import Bias, Fill, ScoreSteps, Sink
-from attnforge.export.attention.walk_forward import WeightSteps, Zeroing
+from attnforge.export.attention.walk_back import Bias, Fill, Sink, Steps
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
 from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, maker_of, optional_input
@@ -32,7 +30,7 @@ common, is -9984 in bfloat16."""
 # --- masks that a canonical node can represent ------------------------------------------------------------------------
 
 
-def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps, WeightSteps]:
+def settle_zeroing(scores: Steps, weights: Steps) -> tuple[Steps, Steps]:
     """Drop the zeroing of weights whose keys a mask already excludes before the softmax.
 
     The zeroing then matters only to fully masked rows, and the returned steps record how.
@@ -42,23 +40,23 @@ def settle_zeroing(scores: ScoreSteps, weights: WeightSteps) -> tuple[ScoreSteps
     """
     fills = scores.fills
     all_infinite = all(fill.number == -np.inf for fill in fills)
-    left: list[Zeroing] = []
-    for zeroing in weights.zeroing:
+    left: list[Fill] = []
+    for zeroing in weights.fills:
         excluded = any(_same_keys(zeroing, fill) for fill in fills)
         if not zeroing.by_key:
             left.append(zeroing)
         elif excluded and fills[0].number <= NEGLIGIBLE and all(map(_is_a_score, scores.masking[1:])):
-            if fills[0].number != -np.inf or not zeroing.nan_stays:
+            if fills[0].number != -np.inf or not zeroing.multiplied:
                 weights = replace(weights, nan_rows_zeroed=True)
             fills = [replace(fills[0], number=-np.inf)]
             scores = replace(scores, masking=(fills[0], *scores.masking[1:]))
             all_infinite = True
         elif excluded and all_infinite:  # a finite fill of another mask would make these keys count again
-            if not zeroing.nan_stays:  # a row that another step masks fully stays NaN
+            if not zeroing.multiplied:  # a row that another step masks fully stays NaN
                 left.append(zeroing)
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
-    return scores, _settle_rows(scores, replace(weights, zeroing=tuple(left)))
+    return scores, _settle_rows(scores, replace(weights, masking=tuple(left)))
 
 
 def _is_a_score(step: Bias | Fill) -> bool:
@@ -80,18 +78,18 @@ def _is_a_score(step: Bias | Fill) -> bool:
     return True
 
 
-def _settle_rows(scores: ScoreSteps, weights: WeightSteps) -> WeightSteps:
+def _settle_rows(scores: Steps, weights: Steps) -> Steps:
     """Drop the zeros for fully masked rows if only one mask hides keys: the canonical node gives them zeros."""
     if len(scores.masking) != 1 or scores.sink is not None:
         return weights
     fill = scores.masking[0]
     if not isinstance(fill, Fill) or fill.number != -np.inf:
         return weights
-    left = tuple(zeroing for zeroing in weights.zeroing if not _zeroes_rows_without_keys(zeroing, fill))
-    return weights if left == weights.zeroing else replace(weights, zeroing=left, nan_rows_zeroed=True)
+    left = tuple(zeroing for zeroing in weights.fills if not _zeroes_rows_without_keys(zeroing, fill))
+    return weights if left == weights.masking else replace(weights, masking=left, nan_rows_zeroed=True)
 
 
-def _zeroes_rows_without_keys(rows: Zeroing, fill: Fill) -> bool:
+def _zeroes_rows_without_keys(rows: Fill, fill: Fill) -> bool:
     """Whether the condition that gives queries zeros is computed to hold for exactly the rows that `fill` masks fully:
     as the maximum of what it leaves, or the minimum of what it excludes."""
     reduction = _before_casts(rows.condition.value).producer()
@@ -119,13 +117,13 @@ def _before_casts(value: ir.Value) -> ir.Value:
     return value
 
 
-def _same_keys(zeroing: Zeroing, fill: Fill) -> bool:
+def _same_keys(zeroing: Fill, fill: Fill) -> bool:
     """Whether both exclude the same keys."""
     a, b = zeroing.condition, fill.condition
     return zeroing.inverted == fill.inverted and a.layout.dims == b.layout.dims and same_value(a.value, b.value)
 
 
-def settle_fills_with_sinks(scores: ScoreSteps) -> ScoreSteps:
+def settle_fills_with_sinks(scores: Steps) -> Steps:
     """Replace very low fills by -inf: with a sink no row is fully masked, so both exclude a key alike.
 
     Raises:
@@ -142,7 +140,7 @@ def settle_fills_with_sinks(scores: ScoreSteps) -> ScoreSteps:
 # --- one combined mask ------------------------------------------------------------------------------------------------
 
 
-def mask_of(writer: SiteWriter, scores: ScoreSteps) -> ir.Value | None:
+def mask_of(writer: SiteWriter, scores: Steps) -> ir.Value | None:
     """Write the mask that combines all masks and biases, in the author's order.
 
     Returns:
@@ -209,7 +207,7 @@ def within(op: Builder, region: ir.Value, rest: ir.Value | None) -> ir.Value:
     return broadcast_like(op.Where(region, rest, constant(op, -np.inf, rest.dtype)), rest, region)
 
 
-def allowed(writer: SiteWriter, step: Fill | Zeroing) -> ir.Value:
+def allowed(writer: SiteWriter, step: Fill) -> ir.Value:
     """The condition of a step on the dims of the scores, True where a query may attend to a key."""
     value = cast(writer.op, writer.broadcastable(step.condition, *SCORES), BOOL)
     return like(writer.op.Not(value), value) if step.inverted else value
@@ -242,15 +240,10 @@ def _bias(writer: SiteWriter, step: Bias) -> ir.Value:
     return bias
 
 
-def largest(dtype: ir.DataType) -> float:
-    """The largest finite number of a floating-point type."""
-    return float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
-
-
 def representable(number: float, dtype: ir.DataType) -> float:
     """`number` clipped to the range of `dtype`: a finite number that became infinite would turn a fully masked row into
     NaN."""
-    return float(np.clip(number, -largest(dtype), largest(dtype))) if np.isfinite(number) else number
+    return float(np.clip(number, float(dtype.min), float(dtype.max))) if np.isfinite(number) else number
 
 
 # --- attention sinks --------------------------------------------------------------------------------------------------

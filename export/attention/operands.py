@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +27,7 @@ class TensorScale:
     """A tensor that multiplies or divides the scores or the weights, and is the same for all keys."""
 
     operand: Operand
-    op_type: Literal["Mul", "Div"]
+    op_type: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,9 @@ class Position:
     def keys(self) -> Dims:
         """The axes that the softmax runs over."""
         return tuple(self.softmax_axis.leaves())
+
+    def differs_by_key(self, operand: Operand) -> bool:
+        return not set(operand.layout.axes).isdisjoint(self.keys)
 
 
 def scalar(value: ir.Value | None) -> float | None:
@@ -170,12 +172,15 @@ def only_user(position: Position, name: str) -> ir.Node:
     return nodes[0]
 
 
-def check_dropout(node: ir.Node) -> None:
-    """Check that a Dropout drops nothing.
+def keeps_numbers(node: ir.Node) -> bool:
+    """Whether a node is a view, or a Dropout, which must drop nothing.
 
     Raises:
         NotAttention: the Dropout is in training mode, or may be.
     """
+    if not is_op(node, "Dropout"):
+        return is_view(node)
     training = optional_input(node, 2)
     if training is not None and scalar(training) != 0:
         raise NotAttention("a Dropout that is in training mode, or may be")
+    return True

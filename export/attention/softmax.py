@@ -84,10 +84,8 @@ def _divided(div: ir.Node) -> tuple[ir.Value, int] | None:
 def _summed(exp: ir.Node | None, total: ir.Node | None) -> tuple[ir.Value, int] | None:
     """The exponents of the exponentials that `exp` computes, and the axis along which `total` sums them; None if they
     are no such nodes."""
-    total, axis = _sum_over(total)
-    if not is_op(exp, "Exp") or not is_op(total, "ReduceSum") or _maker(total.inputs[0]) is not exp:
-        return None
-    return (input_of(exp), axis) if axis is not None else None
+    source, axis = _sum_over(total) or (None, 0)
+    return (input_of(exp), axis) if is_op(exp, "Exp") and _maker(source) is exp else None
 
 
 def _is_shifted(scores: ir.Value, axis: int) -> bool:
@@ -129,8 +127,8 @@ def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None
     """The same for a Div of a product of exponentials and values by the sum of the exponentials."""
     if not is_op(product, "MatMul") or len(product.outputs[0].uses()) != 1 or product.outputs[0].is_graph_output():
         return None
-    source, axis = _summed(maker_of(input_of(product)), _maker(div.inputs[1])) or (None, 0)
-    return (source, axis) if source is not None and axis == rank_of(source) - 1 > 0 else None
+    scores = _summed(maker_of(input_of(product)), _maker(div.inputs[1]))
+    return scores if scores is not None and scores[1] == rank_of(scores[0]) - 1 > 0 else None
 
 
 def by_hand(div: ir.Node) -> tuple[ir.Value, int] | None:
@@ -141,24 +139,27 @@ def by_hand(div: ir.Node) -> tuple[ir.Value, int] | None:
     weights, total = before_casts(div.inputs[0]), _maker(div.inputs[1])
     if is_op(total, "Add", "Clip", "Max"):
         total = next((maker for x in total.inputs if is_op(maker := _maker(x), "ReduceSum", "Unsqueeze")), None)
-    total, axis = _sum_over(total)
-    if not is_op(total, "ReduceSum") or axis is None or before_casts(total.inputs[0]) is not weights:
-        return None
+    source, axis = _sum_over(total) or (None, 0)
     maker = _maker(weights)
+    if source is None or before_casts(source) is not weights:
+        return None
     makers = [maker, *(_maker(x) for x in maker.inputs if is_op(maker, "Mul", "Where"))] if maker else []
     exp = next((node for node in makers if is_op(node, "Exp")), None)
     return None if exp is None or input_of(exp).shape is None else (input_of(exp), axis)
 
 
-def _sum_over(node: ir.Node | None) -> tuple[ir.Node | None, int | None]:
-    """A sum over one axis, whose dim it keeps or an Unsqueeze restores, and the axis."""
-    if not is_op(node, "Unsqueeze"):
-        return node, one_axis(node) if is_op(node, "ReduceSum") else None
-    total, restored = _maker(node.inputs[0]), constant_of(optional_input(node, 1))
-    if not is_op(total, "ReduceSum") or restored is None or restored.size != 1:
-        return None, None
-    axis, rank = one_axis(total, keepdims=0), len(node.outputs[0].shape or ())
-    return total, axis if rank and axis == int(restored.item()) % rank else None
+def _sum_over(node: ir.Node | None) -> tuple[ir.Value | None, int] | None:
+    """What a node sums over one axis, whose dim it keeps or an Unsqueeze restores, and the axis; None if it is no such
+    sum."""
+    total = _maker(node.inputs[0]) if is_op(node, "Unsqueeze") else node
+    axis = one_axis(total, keepdims=int(total is node)) if is_op(total, "ReduceSum") else None
+    if total is None or axis is None:
+        return None
+    if is_op(node, "Unsqueeze"):
+        restored, rank = constant_of(optional_input(node, 1)), rank_of(node.outputs[0])
+        if restored is None or restored.size != 1 or not rank or int(restored.item()) % rank != axis:
+            return None
+    return total.inputs[0], axis
 
 
 def before_casts(value: ir.Value | None) -> ir.Value | None:
@@ -268,12 +269,4 @@ def _is_divided_by_its_total(div: ir.Node) -> bool:
     if not is_op(div, "Div"):
         return False
     whole, divisor = map(partial(input_of, div), (0, 1))
-    total = maker_of(divisor)
-    if is_op(total, "Unsqueeze"):
-        total = maker_of(total.inputs[0])
-    if not is_op(total, "ReduceSum") or total.inputs[0] is not whole:
-        return False
-    axes = constant_of(optional_input(total, 1))
-    if axes is None or axes.size != 1 or int(axes.item()) not in (-1, rank_of(whole) - 1):
-        return False
-    return rank_of(divisor) == rank_of(whole) and dims_of(divisor)[-1] == 1
+    return _sum_over(maker_of(divisor)) == (whole, rank_of(whole) - 1)

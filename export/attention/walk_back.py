@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.attention.contraction import Label, Side, contraction_of, is_product
-from attnforge.export.attention.layout import Axis, Dims, Layout, before_view, before_views, is_view
+from attnforge.export.attention.layout import Axis, Dims, Layout, before_view, before_views
 from attnforge.export.attention.operands import (
     Operand,
     Position,
     TensorScale,
     aligned,
-    check_dropout,
     factor_of,
     is_zero_or_one,
+    keeps_numbers,
     only_user,
     scalar,
     without_not,
@@ -47,17 +46,21 @@ class Bias:
 
 @dataclass(frozen=True)
 class Fill:
-    """A number that replaces the scores where the condition is False, or True if `inverted`.
+    """A number that replaces scores, or zero that replaces weights, where the condition is False, or True if
+    `inverted`.
 
     Attributes:
         condition: the condition before any Not.
-        multiplied: whether the scores are multiplied by zero instead, so that infinite scores become NaN.
+        multiplied: whether they are multiplied by zero instead, so that infinite scores become NaN and NaN stays.
+        by_key: whether the condition differs by key, if it is one of weights; otherwise all weights of a query are
+            zeroed.
     """
 
     condition: Operand
     inverted: bool
-    number: float
+    number: float = 0.0
     multiplied: bool = False
+    by_key: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,16 @@ class Sink:
 
 
 @dataclass(frozen=True)
-class ScoreSteps:
-    """What a graph does to the scores between the product and the softmax.
+class Steps:
+    """What a graph does to the scores between the product and the softmax, or to the attention weights between the
+    softmax and the product with the values.
 
     Attributes:
         softcap: `c` in `c·tanh(scores/c)`; 0 for no soft cap.
         floor: lower bound that the scores are clamped to.
-        masking: masks and biases, the one nearest to the softmax first.
+        masking: masks and biases of the scores, or the zeroing of weights, the one nearest to the softmax first.
+        nan_rows_zeroed: whether fully masked rows get zeros instead of NaN.
+        sink: attention sinks that are joined with the scores, or have yet to be cut off from the weights.
         path: the operators as written, the one nearest to the softmax first.
     """
 
@@ -99,12 +105,21 @@ class ScoreSteps:
     softcap: float = 0.0
     floor: float = -np.inf
     masking: tuple[Bias | Fill, ...] = ()
+    nan_rows_zeroed: bool = False
     sink: Sink | None = None
     path: tuple[str, ...] = ()
 
     @property
     def fills(self) -> list[Fill]:
         return [step for step in self.masking if isinstance(step, Fill)]
+
+    def scaled(self, node: ir.Node, by: Operand) -> Steps:
+        """The steps with a Mul or Div by a tensor added."""
+        return replace(self, tensor_scales=(*self.tensor_scales, TensorScale(by, node.op_type)))
+
+    def masked(self, step: Bias | Fill) -> Steps:
+        """The steps with a mask, a bias or a zeroing added."""
+        return replace(self, masking=(*self.masking, step))
 
 
 @dataclass(frozen=True)
@@ -118,17 +133,13 @@ class Scores:
         features: the axes that the product sums over, as one dim.
     """
 
-    steps: ScoreSteps
+    steps: Steps
     query: Operand
     key: Operand
     keys: Layout
     rows: Layout
     query_only: Layout
     features: Layout
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        return self.steps.path
 
 
 @dataclass(frozen=True)
@@ -137,23 +148,23 @@ class Ended:
 
     Attributes:
         reason: the reason, which a user can act on.
-        path: the operators that the walk passed, and the one at which it ended.
+        steps: with the operators that the walk passed, and the one at which it ended.
         operands: query and key, if the walk arrived at a product that is not a score product.
     """
 
     reason: str
-    path: tuple[str, ...]
+    steps: Steps
     operands: tuple[Operand, ...] = ()
 
 
-def walk_to_product(position: Position, steps: ScoreSteps | None = None) -> Scores | Ended:
+def walk_to_product(position: Position, steps: Steps | None = None) -> Scores | Ended:
     """Walk from the scores back to the product of query and key.
 
     Args:
         position: the scores, such as the input of the softmax.
         steps: what the graph does to the scores from here to the softmax; by default nothing.
     """
-    steps = steps or ScoreSteps()
+    steps = steps or Steps()
     try:
         while True:
             node = position.value.producer()
@@ -171,12 +182,12 @@ def walk_to_product(position: Position, steps: ScoreSteps | None = None) -> Scor
                 if shift is None:
                     return _from_sum(node, position, steps)
                 position = replace(position, value=input_of(node), also_used_by=position.also_used_by | shift)
-            elif is_view(node):
+            elif keeps_numbers(node):
                 position = replace(position, value=input_of(node), layout=before_view(node, position.layout))
             else:
                 position, steps = _past(node, position, steps)
     except (NotAttention, LayoutError) as error:
-        return Ended(str(error), steps.path)
+        return Ended(str(error), steps)
 
 
 def _feeds_softmaxes(value: ir.Value) -> bool:
@@ -184,7 +195,7 @@ def _feeds_softmaxes(value: ir.Value) -> bool:
     as where one product serves attention in both directions."""
     readers = {use.node for use in value.uses() if use.node.op_type != "Shape"}
     return not value.is_graph_output() and all(
-        is_op(node, "Softmax") or ((is_view(node) or is_op(node, *_HANDLERS)) and _feeds_softmaxes(node.outputs[0]))
+        is_op(node, "Softmax") or (is_op(node, *VIEWS, "Dropout", *_HANDLERS) and _feeds_softmaxes(node.outputs[0]))
         for node in readers
     )
 
@@ -199,7 +210,7 @@ def both_computed(scores: Scores | Ended) -> bool:
 # --- handlers: one for each operator that keeps the shape of the scores -----------------------------------------------
 
 
-Handler = Callable[[ir.Node, Position, ScoreSteps], tuple[ir.Value, ScoreSteps]]
+Handler = Callable[[ir.Node, Position, Steps], tuple[ir.Value, Steps]]
 """Returns the scores before an operator, and the steps with this operator's added.
 
 Raises:
@@ -207,7 +218,7 @@ Raises:
 """
 
 
-def _past(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[Position, ScoreSteps]:
+def _past(node: ir.Node, position: Position, steps: Steps) -> tuple[Position, Steps]:
     handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
     if handler is None:
         raise NotAttention(f"the scores come from {node.op_type}, not from an inner product of a query and a key")
@@ -222,48 +233,45 @@ def _before(node: ir.Node, position: Position, source: ir.Value) -> Position:
     return replace(position, value=source)
 
 
-def _scale(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _scale(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, Steps]:
     if factor := factor_of(node):
         return factor[1], replace(steps, scale=steps.scale * factor[0])
-    left, right = inputs_of(node)
+    source, by = inputs_of(node)
     # The scores are the larger side, as the tensor that scales them is the same for all keys. A mask may be as large.
-    if node.op_type == "Div" or (sizes_of(left) == position.layout.sizes() and not is_zero_or_one(left)):
-        source, by = left, right
-    else:
-        source, by = right, left
+    if node.op_type == "Mul" and (sizes_of(source) != position.layout.sizes() or is_zero_or_one(source)):
+        source, by = by, source
     scale = aligned(by, position.layout)
     if node.op_type == "Mul" and is_zero_or_one(by) and not steps.tensor_scales and steps.scale > 0:
-        return source, replace(steps, masking=(*steps.masking, Fill(scale, False, 0.0, multiplied=True)))
-    if set(scale.layout.axes) & set(position.keys):
+        return source, steps.masked(Fill(scale, inverted=False, multiplied=True))
+    if position.differs_by_key(scale):
         raise NotAttention(f"{node.op_type} scales the scores by a tensor that differs by key")
     if steps.softcap:
         raise NotAttention("a tensor scales the scores before a soft cap")
-    tensor_scale = TensorScale(scale, "Mul" if node.op_type == "Mul" else "Div")
-    return source, replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
+    return source, steps.scaled(node, scale)
 
 
-def _tanh(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _tanh(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, Steps]:
     """`a·tanh(b·s)` is a soft cap of `a` on scores scaled by `a·b`."""
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
         raise NotAttention("a Tanh on the scores that is not a soft cap")
     return input_of(node), replace(steps, softcap=steps.scale)
 
 
-def _floor(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _floor(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, Steps]:
     """A Max or Clip near the least number of the type, which only makes masked scores finite."""
     values = [v for v in node.inputs[:2] if v is not None]
     source = next((v for v in values if scalar(v) is None), None)
     floor = next((number for v in values if (number := scalar(v)) is not None), None)
     if source is None or source.dtype is None or floor is None or len(node.inputs) > 2 or steps.scale <= 0:
         raise NotAttention(f"the scores go through {node.op_type}, which does more than keep them finite")
-    if floor > max(-1e30, -0.99 * float(ml_dtypes.finfo(source.dtype.numpy()).max)):  # type: ignore[no-untyped-call]
+    if floor > max(-1e30, -0.99 * float(source.dtype.max)):
         raise NotAttention(f"the scores are clamped at {floor:g}, which ordinary scores could reach")
     if steps.softcap or steps.tensor_scales:
         raise NotAttention("the scores are capped or scaled by a tensor after a floor")
     return source, replace(steps, floor=max(steps.floor, floor * steps.scale))
 
 
-def _where(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _where(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, Steps]:
     condition, if_true, if_false = inputs_of(node)
     _check_not_multiplied(steps)
     if steps.softcap or steps.tensor_scales or steps.scale <= 0:
@@ -273,28 +281,22 @@ def _where(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Val
             if not number < np.inf:
                 raise NotAttention(f"Where replaces scores by {number}, which turns every row that has it into NaN")
             number = max(number * steps.scale, steps.floor)
-            fill = Fill(*without_not(aligned(condition, position.layout), inverted), number)
-            return source, replace(steps, masking=(*steps.masking, fill))
+            return source, steps.masked(Fill(*without_not(aligned(condition, position.layout), inverted), number))
     raise NotAttention("Where chooses between two tensors of scores")
 
 
-def _check_not_multiplied(steps: ScoreSteps) -> None:
+def _check_not_multiplied(steps: Steps) -> None:
     if any(fill.multiplied for fill in steps.fills):
         raise NotAttention(
             "masked or biased scores are multiplied by another mask, which turns infinite scores into NaN"
         )
 
 
-def _cast(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
+def _cast(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, Steps]:
     source = input_of(node)
     if source.dtype is None or not source.dtype.is_floating_point():
         raise NotAttention(f"the scores are cast from {source.dtype}")
     return source, steps
-
-
-def _dropout(node: ir.Node, position: Position, steps: ScoreSteps) -> tuple[ir.Value, ScoreSteps]:
-    check_dropout(node)
-    return input_of(node), steps
 
 
 _HANDLERS: dict[str, Handler] = {
@@ -304,11 +306,10 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("Max", "Clip"), _floor),
     "Where": _where,
     "Cast": _cast,
-    "Dropout": _dropout,
 }
 
 
-def _shift_by_maximum(node: ir.Node, position: Position, steps: ScoreSteps) -> frozenset[ir.Node] | None:
+def _shift_by_maximum(node: ir.Node, position: Position, steps: Steps) -> frozenset[ir.Node] | None:
     """The nodes that compute the maximum of the scores, if `node` subtracts it, which does not change a softmax; else
     None.
 
@@ -323,7 +324,7 @@ def _shift_by_maximum(node: ir.Node, position: Position, steps: ScoreSteps) -> f
         maximum = aligned(right, position.layout)
     except NotAttention:
         return None
-    if set(maximum.layout.axes) & set(position.keys):
+    if position.differs_by_key(maximum):
         return None
     nodes: list[ir.Node] = []
     value: ir.Value | None = right
@@ -342,7 +343,7 @@ def _shift_by_maximum(node: ir.Node, position: Position, steps: ScoreSteps) -> f
 # --- forks and ends of the walk ---------------------------------------------------------------------------------------
 
 
-def _from_sum(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
+def _from_sum(node: ir.Node, position: Position, steps: Steps) -> Scores | Ended:
     """Scores on one side of an Add or Sub, a bias on the other. Which is which shows only by walking back from each."""
     left, right = inputs_of(node)
     _check_not_multiplied(steps)
@@ -359,7 +360,7 @@ def _from_sum(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | 
         except (NotAttention, LayoutError) as error:
             reasons.append(str(error))
             continue
-        scores = walk_to_product(before, replace(steps, masking=(*steps.masking, bias)))
+        scores = walk_to_product(before, steps.masked(bias))
         if isinstance(scores, Ended):
             reasons.append(scores.reason)
         elif both_computed(scores):
@@ -371,7 +372,7 @@ def _from_sum(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | 
     raise NotAttention(f"neither side of {node.op_type} is an inner product of a query and a key: {'; '.join(reasons)}")
 
 
-def _from_concat(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
+def _from_concat(node: ir.Node, position: Position, steps: Steps) -> Scores | Ended:
     """Scores of the keys joined with those of attention sinks."""
     axis = node.attributes.get_int("axis", 0) % len(position.layout)
     if position.layout.dims[axis] != position.keys or len(position.keys) != 1 or len(node.inputs) != 2:
@@ -409,7 +410,7 @@ def _before_casts(value: ir.Value, layout: Layout) -> Operand:
         value = input_of(node)
 
 
-def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Scores | Ended:
+def _from_product(node: ir.Node, position: Position, steps: Steps) -> Scores | Ended:
     product = contraction_of(node)
     dims: dict[Label, Dims] = dict(zip(product.output, position.layout.dims, strict=True))
     keys = next((label for label, dim in dims.items() if dim == position.keys), None)
@@ -417,7 +418,7 @@ def _from_product(node: ir.Node, position: Position, steps: ScoreSteps) -> Score
     if keys is None or len(key_sides) != 1:
         return Ended(
             "the softmax does not run over the keys: its axis belongs to no side of the score product",
-            steps.path,
+            steps,
             tuple(Operand(side.value, Layout.fresh(side.value)) for side in product.sides),
         )
     (key,) = key_sides

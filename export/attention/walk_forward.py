@@ -15,57 +15,21 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from attnforge.export.attention.contraction import Label, contraction_of, is_product, sum_of
-from attnforge.export.attention.layout import Axis, Dims, Layout, after_view, is_view
+from attnforge.export.attention.layout import Axis, Dims, Layout, after_view
 from attnforge.export.attention.operands import (
     Operand,
     Position,
-    TensorScale,
     aligned,
-    check_dropout,
     factor_of,
+    keeps_numbers,
     only_user,
     scalar,
     without_not,
 )
-from attnforge.export.attention.walk_back import Ended, Sink
+from attnforge.export.attention.walk_back import Ended, Fill, Sink, Steps
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, optional_input
 from attnforge.export.graphs.sizes import LayoutError, sizes_of
-
-
-@dataclass(frozen=True)
-class Zeroing:
-    """Weights replaced by zero after the softmax where the condition is False, or True if `inverted`.
-
-    Attributes:
-        condition: the condition before any Not.
-        by_key: whether the condition differs by key; otherwise all weights of a query are zeroed.
-        nan_stays: whether the weights are multiplied by zero, which keeps NaN.
-    """
-
-    condition: Operand
-    inverted: bool
-    by_key: bool
-    nan_stays: bool = False
-
-
-@dataclass(frozen=True)
-class WeightSteps:
-    """What a graph does to the attention weights between the softmax and the product with the values.
-
-    Attributes:
-        zeroing: the zeroing steps, the one nearest to the softmax first.
-        nan_rows_zeroed: whether fully masked rows get zeros instead of NaN.
-        sink: attention sinks that have yet to be cut off.
-        path: the operators as written, the one nearest to the softmax first.
-    """
-
-    scale: float = 1.0
-    tensor_scales: tuple[TensorScale, ...] = ()
-    zeroing: tuple[Zeroing, ...] = ()
-    nan_rows_zeroed: bool = False
-    sink: Sink | None = None
-    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,18 +42,14 @@ class Weights:
         output: the layout of its output.
     """
 
-    steps: WeightSteps
+    steps: Steps
     value: Operand
     value_features: Layout
     product: ir.Node
     output: Layout
 
-    @property
-    def path(self) -> tuple[str, ...]:
-        return self.steps.path
 
-
-def walk_to_outputs(position: Position, steps: WeightSteps) -> list[Weights] | Ended:
+def walk_to_outputs(position: Position, steps: Steps) -> list[Weights] | Ended:
     """Walk from the output of a softmax to every product with values.
 
     Args:
@@ -117,10 +77,10 @@ def walk_to_outputs(position: Position, steps: WeightSteps) -> list[Weights] | E
                 return [_from_product(product, position, steps)]
             position, steps = _past(node, position, steps)
     except (NotAttention, LayoutError) as error:
-        return Ended(str(error), steps.path)
+        return Ended(str(error), steps)
 
 
-def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -> Iterator[Weights]:
+def _every_output(position: Position, steps: Steps, users: set[ir.Node]) -> Iterator[Weights]:
     """Follow weights that several nodes read: each product is a separate attention over the same scores."""
     for node in sorted(users, key=lambda user: user.name or ""):
         weights = walk_to_outputs(replace(position, also_used_by=frozenset(users - {node})), steps)
@@ -132,7 +92,7 @@ def _every_output(position: Position, steps: WeightSteps, users: set[ir.Node]) -
         yield from weights
 
 
-def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weights:
+def _from_product(node: ir.Node, position: Position, steps: Steps) -> Weights:
     product = contraction_of(node)
     if steps.sink is not None:
         raise NotAttention("the scores are joined with others that are not cut off after the softmax")
@@ -148,7 +108,7 @@ def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weig
             else "the product after the softmax does not sum over the keys"
         )
     features = [label for label in product.output if label in value.labels and label not in weights.labels]
-    if any(label.startswith("batch") for label in features):
+    if any(label.startswith("MatMul batch") for label in features):
         raise NotAttention("the values have a batch axis that the scores lack")
     feature = tuple(Axis(sizes_of(value.value)[value.labels.index(label)]) for label in features)
     axes[None] = ()
@@ -165,34 +125,33 @@ def _from_product(node: ir.Node, position: Position, steps: WeightSteps) -> Weig
 # --- handlers: one for each operator that keeps the shape of the weights ----------------------------------------------
 
 
-def _past(node: ir.Node, position: Position, steps: WeightSteps) -> tuple[Position, WeightSteps]:
+def _past(node: ir.Node, position: Position, steps: Steps) -> tuple[Position, Steps]:
     """The position after `node`, and the steps with this operator's added."""
-    result = node.outputs[0]
-    if is_view(node):
-        return Position(result, after_view(node, position.layout), position.softmax_axis), steps
-    if is_op(node, "Slice"):
-        keys, layout = _without_sinks(node, position, steps.sink)
-        return Position(result, layout, keys), replace(steps, sink=None)
-    handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
-    if handler is None:
+    result, layout, axis = node.outputs[0], position.layout, position.softmax_axis
+    if keeps_numbers(node):
+        layout = after_view(node, layout)
+    elif is_op(node, "Slice"):
+        axis, layout = _without_sinks(node, position, steps.sink)
+        steps = replace(steps, sink=None)
+    elif node.domain == "" and (handler := _HANDLERS.get(node.op_type)) is not None:
+        steps = handler(node, position, steps)
+        if sizes_of(result) != layout.sizes():
+            raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
+    else:
         raise NotAttention(f"the attention weights go through {node.op_type} before they meet the values")
-    steps = handler(node, position, steps)
-    if sizes_of(result) != position.layout.sizes():
-        raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
-    return Position(result, position.layout, position.softmax_axis), steps
+    return Position(result, layout, axis), steps
 
 
-def _where(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
+def _where(node: ir.Node, position: Position, steps: Steps) -> Steps:
     condition, if_true, if_false = inputs_of(node)
     kept = if_true is position.value and scalar(if_false) == 0.0
     if not (kept or (if_false is position.value and scalar(if_true) == 0.0)):
         raise NotAttention("Where replaces attention weights by something other than zeros")
     where, inverted = without_not(aligned(condition, position.layout), inverted=not kept)
-    by_key = not set(where.layout.axes).isdisjoint(position.keys)
-    return replace(steps, zeroing=(*steps.zeroing, Zeroing(where, inverted, by_key)))
+    return steps.masked(Fill(where, inverted, by_key=position.differs_by_key(where)))
 
 
-def _scale(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
+def _scale(node: ir.Node, position: Position, steps: Steps) -> Steps:
     """Record a factor, a tensor that is the same for all keys, or a condition that was cast to ones and zeros."""
     if factor := factor_of(node):
         return replace(steps, scale=steps.scale * factor[0])
@@ -201,38 +160,28 @@ def _scale(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps
     if not np.isfinite(scalar(other) or 0.0):
         raise NotAttention("the attention weights are multiplied by an infinite number")
     by = aligned(other, position.layout)
-    if not set(by.layout.axes) & set(position.keys):
+    if not position.differs_by_key(by):
         if node.op_type == "Div" and left is not position.value:
             raise NotAttention("a tensor is divided by the attention weights")
-        tensor_scale = TensorScale(by, "Mul" if node.op_type == "Mul" else "Div")
-        return replace(steps, tensor_scales=(*steps.tensor_scales, tensor_scale))
+        return steps.scaled(node, by)
     cast = other.producer()
     condition = cast.inputs[0] if is_op(cast, "Cast") else None
     if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
         raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
-    zeroing = Zeroing(*without_not(aligned(condition, position.layout)), by_key=True, nan_stays=True)
-    return replace(steps, zeroing=(*steps.zeroing, zeroing))
+    return steps.masked(Fill(*without_not(aligned(condition, position.layout)), multiplied=True))
 
 
-def _cast(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
+def _cast(node: ir.Node, position: Position, steps: Steps) -> Steps:
     dtype = node.outputs[0].dtype
-    if dtype is None:
-        raise NotAttention("the attention weights go through Cast before they meet the values")
-    if not dtype.is_floating_point():
+    if dtype is None or not dtype.is_floating_point():
         raise NotAttention(f"the attention weights are cast to {dtype}")
     return steps
 
 
-def _dropout(node: ir.Node, position: Position, steps: WeightSteps) -> WeightSteps:
-    check_dropout(node)
-    return steps
-
-
-_HANDLERS: dict[str, Callable[[ir.Node, Position, WeightSteps], WeightSteps]] = {
+_HANDLERS: dict[str, Callable[[ir.Node, Position, Steps], Steps]] = {
     **dict.fromkeys(("Mul", "Div"), _scale),
     "Where": _where,
     "Cast": _cast,
-    "Dropout": _dropout,
 }
 
 

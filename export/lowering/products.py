@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP, QUERY
 from attnforge.export.attention.layout import needs_transpose
-from attnforge.export.attention.masking import all_of, any_key, largest, representable
+from attnforge.export.attention.masking import all_of, any_key, representable
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
 from attnforge.export.graphs.nodes import input_of, inputs_of
@@ -165,11 +165,11 @@ def _kept_finite(op: Builder, bias: ir.Value) -> ir.Value:
     if node is None or node.op_type != "Cast" or bias.dtype is None:
         return bias
     source = input_of(node)
-    if source.dtype is None or not source.dtype.is_floating_point() or largest(source.dtype) <= largest(bias.dtype):
+    if source.dtype is None or not source.dtype.is_floating_point() or float(source.dtype.max) <= float(bias.dtype.max):
         return bias
     infinity = constant(op, -np.inf, source.dtype)
     infinite = like(op.Equal(source, infinity), source, BOOL)
-    finite = like(op.Max(source, constant(op, -largest(bias.dtype), source.dtype)), source)
+    finite = like(op.Max(source, constant(op, bias.dtype.min, source.dtype)), source)
     return like(op.Cast(like(op.Where(infinite, infinity, finite), source), to=bias.dtype.value), bias)
 
 

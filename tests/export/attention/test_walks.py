@@ -8,8 +8,8 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Position
 from attnforge.export.attention.softmax import restore_softmax
-from attnforge.export.attention.walk_back import Bias, Ended, Fill, Scores, both_computed, walk_to_product
-from attnforge.export.attention.walk_forward import WeightSteps, walk_to_outputs
+from attnforge.export.attention.walk_back import Bias, Ended, Fill, Scores, Steps, both_computed, walk_to_product
+from attnforge.export.attention.walk_forward import walk_to_outputs
 from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 
@@ -46,7 +46,7 @@ def walked_back(*body: str) -> Scores | Ended:
 def test_a_walk_back_records_what_it_passed() -> None:
     scores = walked_back("u = Add(s, bias)", "t = Where(mask, u, low)")
     assert isinstance(scores, Scores)
-    assert scores.path == ("Where", "Add", "MatMul")
+    assert scores.steps.path == ("Where", "Add", "MatMul")
     fill, bias = scores.steps.masking
     assert isinstance(fill, Fill) and fill.number == pytest.approx(-1e9) and not fill.inverted
     assert isinstance(bias, Bias) and bias.operand.value.name == "bias" and bias.factor == 1.0
@@ -98,24 +98,26 @@ def test_a_walk_back_multiplies_factors() -> None:
 def test_a_walk_back_that_ends_reports_where_and_why(body: list[str], path: tuple[str, ...], reason: str) -> None:
     ended = walked_back(*body)
     assert isinstance(ended, Ended)
-    assert ended.path == path and reason in ended.reason
+    assert ended.steps.path == path and reason in ended.reason
     assert not both_computed(ended)
 
 
 def test_a_walk_forward_gives_one_record_for_each_product() -> None:
     graph = model("t = Mul(s, c)").graph
-    walk = walk_to_outputs(position(softmax(graph).outputs[0]), WeightSteps())
+    walk = walk_to_outputs(position(softmax(graph).outputs[0]), Steps())
     assert not isinstance(walk, Ended)
     (weights,) = walk
-    assert weights.path == ("MatMul",) and weights.value.value.name == "v" and weights.product.outputs[0].name == "y"
+    assert (
+        weights.steps.path == ("MatMul",) and weights.value.value.name == "v" and weights.product.outputs[0].name == "y"
+    )
 
 
 def test_a_walk_forward_that_ends_reports_where_and_why() -> None:
     graph = model("t = Mul(s, c)").graph
     node = softmax(graph)
     graph.outputs.append(node.outputs[0])
-    ended = walk_to_outputs(position(node.outputs[0]), WeightSteps())
-    assert isinstance(ended, Ended) and ended.path == () and "are an output of the model" in ended.reason
+    ended = walk_to_outputs(position(node.outputs[0]), Steps())
+    assert isinstance(ended, Ended) and ended.steps.path == () and "are an output of the model" in ended.reason
 
 
 def test_passes_report_whether_they_changed_the_graph() -> None:
