@@ -89,38 +89,32 @@ class Layout:
         Raises:
             LayoutError: the reshape cuts across axes, so its dims are not products of them.
         """
-        split: list[Axis] = []
-        try:
-            return Layout(self._regroup(sizes, split))
-        except LayoutError:
-            for axis in reversed(split):  # a reshape that fails leaves the axes as they were
-                axis.parts = None
-            raise
-
-    def _regroup(self, sizes: Sequence[Size], split: list[Axis]) -> list[Dims]:
         todo = self.axes
         dims: list[Dims] = []
+        split: list[tuple[Axis, tuple[Axis, Axis]]] = []
         for size in sizes:
             dim: list[Axis] = []
             while size != ONE:
                 if not todo:
                     raise LayoutError("a reshape that does not keep the axes apart")
-                axis = todo[0]
+                axis = todo.pop(0)
                 rest = size.divide(axis.size)
                 if rest is not None:
-                    dim.append(todo.pop(0))
+                    dim.append(axis)
                     size = rest
                     continue
                 inner = axis.size.divide(size)
                 if inner is None:
                     raise LayoutError("a reshape that mixes axes")
-                axis.split(size, inner)
-                split.append(axis)
-                todo[:1] = axis.leaves()
+                parts = Axis(size), Axis(inner)
+                split.append((axis, parts))
+                todo[:0] = parts
             dims.append(tuple(dim))
         if todo:
             raise LayoutError("a reshape that does not keep the axes apart")
-        return dims
+        for axis, parts in split:  # a reshape that fails leaves the axes as they were
+            axis.parts = parts
+        return Layout(dims)
 
 
 def _permutation(node: ir.Node, rank: int) -> list[int]:
