@@ -27,22 +27,18 @@ def _is_counted(operator: str) -> bool:
     return "log_softmax" not in operator and any(part in operator for part in _COUNTED)
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
-    def __init__(self, running: list[str], modules: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._running, self._modules = running, modules
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_counted(func.name()):
-            self._modules[self._running[-1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted(module: nn.Module) -> Iterator[Counter[str]]:
     """Yield a counter that receives, while `module` runs, the submodules of softmaxes and attention operators."""
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if _is_counted(func.name()):
+                modules[running[-1]] += 1
+            return func(*args, **(kwargs or {}))
+
     names = {part: name or type(part).__name__ for name, part in module.named_modules()}
     running, modules = [type(module).__name__], Counter[str]()
 
@@ -52,13 +48,8 @@ def counted(module: nn.Module) -> Iterator[Counter[str]]:
     def leave(part: nn.Module, args: Any, result: Any) -> None:
         running.pop()
 
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    try:
-        with _Counting(running, modules):
-            yield modules
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True), Counting():
+        yield modules
 
 
 def writes(node: Node) -> bool:
