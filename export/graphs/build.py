@@ -136,6 +136,12 @@ def insert(
     return result
 
 
+def read_instead(value: ir.Value, other: ir.Value) -> None:
+    """Make all nodes that read `value` read `other`; outputs of the graph stay."""
+    for user, index in list(value.uses()):
+        user.replace_input_with(index, other)
+
+
 def replace_value(old: ir.Value, new: ir.Value) -> None:
     """Make every user of `old`, graph outputs included, read `new`, which gets the type, shape and name of `old`.
 

@@ -21,6 +21,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImp
 from attnforge.arrays import Array, is_floating
 from attnforge.atomic import temporary_folder
 from attnforge.errors import first_line
+from attnforge.export.graphs.build import read_instead
 from attnforge.export.graphs.float64 import NoDoublePath, attention_as_products, to_double
 from attnforge.export.graphs.saving import SHELVED, save
 from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LARGE, cast_input, cast_output, round_results
@@ -211,8 +212,7 @@ def part_of(model: ir.Model, names: Sequence[str], given: Collection[str] = ()) 
             continue
         source = ir.Value(name=name, type=value.type, shape=value.shape)
         value.name = f"{name}/computed"
-        for user, index in list(value.uses()):
-            user.replace_input_with(index, source)
+        read_instead(value, source)
         graph.inputs.append(source)
     graph.outputs[:] = [_as_output(graph, values[name]) for name in names]
     RemoveUnusedNodesPass()(part)
@@ -224,8 +224,6 @@ def _as_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """`value`, or an Identity of an input or weight, which cannot be an output itself."""
     if value.producer() is not None:
         return value
-    copy = ir.node("Identity", [value], name=f"{value.name}/output")
-    output = copy.outputs[0]
-    output.name, output.type, output.shape = f"{copy.name}:0", value.type, value.shape
-    graph.append(copy)
+    output = ir.Value(name=f"{value.name}/output:0", type=value.type, shape=value.shape)
+    graph.append(ir.node("Identity", [value], outputs=[output], name=f"{value.name}/output"))
     return output

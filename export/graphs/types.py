@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value, typed
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, read_instead, replace_value, typed
 from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, is_used, upstream
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -79,24 +79,20 @@ def _in_fp32(op: Builder, node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
 
 def cast_input(graph: ir.Graph, value: ir.Value, outside: ir.DataType, inside: ir.DataType) -> None:
     """Change the type of an input to `outside`, and cast it to `inside` for its users."""
-    users = list(value.uses())
     value.type = ir.TensorType(outside)
-    cast = ir.node("Cast", [value], {"to": inside.value}, name=f"{value.name}/to_{inside.name.lower()}")
-    cast.outputs[0].name = f"{value.name}/{inside.name.lower()}"
-    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(inside), value.shape
-    for node, index in users:
-        node.replace_input_with(index, cast.outputs[0])
-    graph.insert_before(graph[0], cast)
+    result = ir.val(f"{value.name}/{inside.name.lower()}", inside, value.shape)
+    read_instead(value, result)
+    name = f"{value.name}/to_{inside.name.lower()}"
+    graph.insert_before(graph[0], ir.node("Cast", [value], {"to": inside.value}, outputs=[result], name=name))
 
 
 def cast_output(graph: ir.Graph, value: ir.Value, outside: ir.DataType) -> None:
     """Cast a computed output to the type `outside`, under its name."""
     assert value.dtype is not None
-    cast = ir.node("Cast", [value], {"to": outside.value}, name=f"{value.name}/to_{outside.name.lower()}")
-    cast.outputs[0].name, value.name = value.name, f"{value.name}/{value.dtype.name.lower()}"
-    cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(outside), value.shape
-    graph.outputs[:] = [cast.outputs[0] if output is value else output for output in graph.outputs]
-    graph.append(cast)
+    result, name = ir.val(value.name, outside, value.shape), f"{value.name}/to_{outside.name.lower()}"
+    value.name = f"{value.name}/{value.dtype.name.lower()}"
+    graph.outputs[:] = [result if output is value else output for output in graph.outputs]
+    graph.append(ir.node("Cast", [value], {"to": outside.value}, outputs=[result], name=name))
 
 
 def retype(
@@ -155,16 +151,16 @@ def round_results(model: ir.Model, unrounded: Collection[ir.Value] = ()) -> None
     retype(model, LOW, FLOAT, least_stays_least=False)
     stored: dict[ir.Value, ir.Value] = {}
     for output, dtype in low.items():
-        users, node = list(output.uses()), output.producer()
+        node = output.producer()
         assert node is not None
-        rounded = ir.node("Cast", [output], {"to": dtype.value}, name=f"{output.name}/rounded")
-        again = ir.node("Cast", [rounded.outputs[0]], {"to": FLOAT.value}, name=f"{output.name}/again")
-        for added, target in ((rounded, dtype), (again, FLOAT)):
-            added.outputs[0].name, added.outputs[0].type = f"{added.name}:0", ir.TensorType(target)
-        for user, index in users:
-            user.replace_input_with(index, again.outputs[0])
-        graph.insert_after(node, [rounded, again])
-        stored[output] = again.outputs[0]
+        rounded, again = ir.val(f"{output.name}/rounded:0", dtype), ir.val(f"{output.name}/again:0", FLOAT)
+        read_instead(output, again)
+        casts = [
+            ir.node("Cast", [output], {"to": dtype.value}, outputs=[rounded], name=f"{output.name}/rounded"),
+            ir.node("Cast", [rounded], {"to": FLOAT.value}, outputs=[again], name=f"{output.name}/again"),
+        ]
+        graph.insert_after(node, casts)
+        stored[output] = again
     graph.outputs[:] = [stored.get(value, value) for value in graph.outputs]
 
 
