@@ -11,15 +11,15 @@ Node metadata records what the operator leaves open: :data:`SILENT_ROWS` and :da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from attnforge.export.attention.layout import Dims, Layout, Sized, rearrange
-from attnforge.export.attention.operands import Operand
+from attnforge.export.attention.operands import Operand, TensorScale
 from attnforge.export.graphs.attention import SILENT_ROWS
-from attnforge.export.graphs.build import Builder, dims_of, typed
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, dims_of, typed
 from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.graphs.sizes import Size
 
@@ -144,3 +144,10 @@ class SiteWriter:
         """Rearrange `operand` to the named dims, with size 1 for each dim along which it does not vary."""
         varies, dims = set(operand.layout.axes), self.axes.layout(*names).dims
         return self.arranged(operand, Layout(dim if varies & set(dim) else () for dim in dims))
+
+    def scaled(self, x: ir.Value, scales: Iterable[TensorScale], *names: str) -> ir.Value:
+        """Multiply or divide `x` by tensors, on the named dims."""
+        for by in scales:
+            scale = cast(self.op, self.broadcastable(by.operand, *names), self.dtype)
+            x = broadcast_like(self.op.op(by.op_type, [x, scale]), x, scale)
+        return x

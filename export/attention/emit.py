@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, SiteAxes, SiteWriter, attention_node
@@ -20,13 +18,13 @@ from attnforge.export.attention.masking import (
     with_zeros,
     within,
 )
-from attnforge.export.attention.operands import Operand, TensorScale, strip_factors
+from attnforge.export.attention.operands import Operand, strip_factors
 from attnforge.export.attention.walk_back import Scores, Steps
 from attnforge.export.attention.walk_forward import Weights
 from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach
 from attnforge.export.graphs.attention_operators import read, scale_of
-from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, insert, like, replace_value
-from attnforge.export.graphs.nodes import input_of, is_op, is_used, optional_input
+from attnforge.export.graphs.build import Builder, broadcast_like, constant, insert, like, replace_value
+from attnforge.export.graphs.nodes import input_of, is_op, is_used, optional_input, rank_of
 from attnforge.export.graphs.sizes import ONE, sizes_of
 
 ROWS = ("B", "H", "n_q", "")
@@ -67,7 +65,7 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands])
         layouts = (axes.layout(*dims) for dims in (QUERY, KEY, VALUE))
         query, key, value = map(writer.arranged, operands, layouts)
-        query = _scaled(writer, query, score_steps.tensor_scales)
+        query = writer.scaled(query, score_steps.tensor_scales, *ROWS)
         if scale < 0:  # the operator takes the root of its scale
             query = like(op.Neg(query), query)
         mask = mask_of(writer, score_steps)
@@ -82,19 +80,11 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         )  # fmt: skip
         if (factor := weight_steps.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
-        result = _scaled(writer, result, weight_steps.tensor_scales)
+        result = writer.scaled(result, weight_steps.tensor_scales, *ROWS)
         result = _zeroed(writer, result, weight_steps)
         return writer.arranged(Operand(result, axes.layout(*OUTPUT)), output.layout)
 
     replace_value(output.value, insert(graph, weights.product, build))
-
-
-def _scaled(writer: SiteWriter, x: ir.Value, scales: Sequence[TensorScale]) -> ir.Value:
-    """Scale queries or outputs by tensors that are the same for all keys."""
-    for by in scales:
-        scale = cast(writer.op, writer.broadcastable(by.operand, *ROWS), writer.dtype)
-        x = like(writer.op.op(by.op_type, [x, scale]), x)
-    return x
 
 
 def _zeroed(writer: SiteWriter, result: ir.Value, steps: Steps) -> ir.Value:
@@ -176,24 +166,17 @@ BOOL = ir.DataType.BOOL
 def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical already, apart from its scale."""
     query, key, value, mask, *others = (optional_input(node, i) for i in range(7))
+    if node.domain != "" or any(rank_of(v) != 4 for v in (query, key, value)):
+        return False
+    if mask is not None:  # on four dims, the last as long as the keys or one, and it masks something
+        is_whole = rank_of(mask) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(input_of(node, 1))[2])
+        if not is_whole or _is_idle(mask) or node.attributes.get_int("is_causal"):
+            return False
     return (
-        node.domain == ""
-        and all(v is not None and v.shape is not None and len(v.shape) == 4 for v in (query, key, value))
-        and _is_whole(mask, key)
-        and not (mask is not None and node.attributes.get_int("is_causal"))
-        and all(v is None for v in others)
+        all(v is None for v in others)
         and not any(is_used(output) for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
     )
-
-
-def _is_whole(mask: ir.Value | None, key: ir.Value | None) -> bool:
-    """Whether a mask has four dims, the last as long as the keys or one, and masks something."""
-    if mask is None or key is None:
-        return True
-    if _is_idle(mask):
-        return False
-    return mask.shape is not None and len(mask.shape) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(key)[2])
 
 
 def _is_idle(mask: ir.Value) -> bool:

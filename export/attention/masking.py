@@ -232,9 +232,7 @@ def _bias(writer: SiteWriter, step: Bias) -> ir.Value:
     bias = cast(op, writer.broadcastable(step.operand, *SCORES), dtype)
     if step.factor != 1.0:
         bias = like(op.Mul(bias, constant(op, step.factor, dtype)), bias)
-    for by in step.scales:
-        scale = cast(op, writer.broadcastable(by.operand, *SCORES), dtype)
-        bias = broadcast_like(op.op(by.op_type, [bias, scale]), bias, scale)
+    bias = writer.scaled(bias, step.scales, *SCORES)
     if step.floor != -np.inf:
         bias = like(op.Max(bias, constant(op, representable(step.floor, dtype), dtype)), bias)
     return bias
