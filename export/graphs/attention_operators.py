@@ -73,15 +73,10 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Reading:
         elif len(sizes_of(key)) == 3:
             key = _split(op, _biased(op, key, bias, width), heads)
             value = _split(op, _biased(op, value, bias, 2 * width), heads)
-    is_causal = bool(node.attributes.get_int("unidirectional", 0))
-    if is_causal and past_key is None and sizes_of(query)[2] != sizes_of(key)[2]:
+    reading = _unidirectional(node, query, key, value, added)
+    if reading.is_causal and past_key is None and sizes_of(query)[2] != sizes_of(key)[2]:
         raise NotAttention("a causal MultiHeadAttention with different numbers of keys and queries, without a past")
-    reading = Reading(
-        query, key, value, scale_of(node, query), is_causal=is_causal, silent_rows_are_nan=added is not None
-    )
-    reading = _with_past(op, node, reading, past_key, past_value)
-    reading = reading.masked(*_padding_mask(op, node, query, reading.key, padding))
-    return reading if added is None else reading.masked(_on_four_dims(op, added, reading.key))
+    return _masked(op, node, _with_past(op, node, reading, past_key, past_value), padding, added)
 
 
 def _packed_attention(op: Builder, node: ir.Node) -> Reading:
@@ -98,12 +93,7 @@ def _packed_attention(op: Builder, node: ir.Node) -> Reading:
     query, key, value = (_split(op, part, heads) for part in _parts(op, projected, widths))
     if past is not None or (len(node.outputs) > 1 and is_used(node.outputs[1])):
         raise NotAttention("a com.microsoft Attention with a cache of keys and values in one tensor")
-    is_causal = bool(node.attributes.get_int("unidirectional", 0))
-    reading = Reading(
-        query, key, value, scale_of(node, query), is_causal=is_causal, silent_rows_are_nan=added is not None
-    )
-    reading = reading.masked(*_padding_mask(op, node, query, reading.key, padding))
-    return reading if added is None else reading.masked(_on_four_dims(op, added, key))
+    return _masked(op, node, _unidirectional(node, query, key, value, added), padding, added)
 
 
 def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
@@ -146,7 +136,7 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Reading:
     )  # fmt: skip
     if length is not None:
         reading = reading.masked(_within(op, length, key))
-    return reading if added is None else reading.masked(_on_four_dims(op, added, key))
+    return _masked(op, node, reading, None, added)
 
 
 READERS: dict[tuple[str, str], Callable[[Builder, ir.Node], Reading]] = {
@@ -251,6 +241,18 @@ def _biased(op: Builder, x: ir.Value, bias: ir.Value | None, start: int) -> ir.V
     return like(op.Add(x, typed(part, x.dtype, [width])), x)
 
 
+def _unidirectional(node: ir.Node, query: ir.Value, key: ir.Value, value: ir.Value, added: ir.Value | None) -> Reading:
+    """An operator of ONNX Runtime that may be causal, before it is masked."""
+    is_causal = bool(node.attributes.get_int("unidirectional", 0))
+    return Reading(query, key, value, scale_of(node, query), is_causal=is_causal, silent_rows_are_nan=added is not None)
+
+
+def _masked(op: Builder, node: ir.Node, reading: Reading, padding: ir.Value | None, added: ir.Value | None) -> Reading:
+    """The reading with a key padding mask and a bias of the scores."""
+    reading = reading.masked(*_padding_mask(op, node, reading, padding))
+    return reading if added is None else reading.masked(_on_four_dims(op, added, reading.key))
+
+
 def _with_past(
     op: Builder, node: ir.Node, reading: Reading, past_key: ir.Value | None, past_value: ir.Value | None
 ) -> Reading:
@@ -304,7 +306,7 @@ def _on_four_dims(op: Builder, mask: ir.Value, key: ir.Value, *, is_padded: bool
     return typed(op.Gather(mask, last, axis=3), mask.dtype, [*dims_of(mask)[:3], want.factor])
 
 
-def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, key: ir.Value, mask: ir.Value | None) -> list[ir.Value]:
+def _padding_mask(op: Builder, node: ir.Node, reading: Reading, mask: ir.Value | None) -> list[ir.Value]:
     """The key padding mask of ONNX Runtime's operators as an additive mask on four dims: a list of none or one.
 
     The input is `(B, n_k)` or `(B, n_q, n_k)`, integer, 0 for padding; or `(B,)`, the number of keys before padding.
@@ -317,8 +319,8 @@ def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, key: ir.Value, ma
         return []
     size, *others = sizes_of(mask)
     batch, *rest = dims_of(mask)
-    if not others and size == sizes_of(query)[0]:
-        kept = _within(op, like(op.Cast(mask, to=INT64.value), mask, INT64), key)
+    if not others and size == sizes_of(reading.query)[0]:
+        kept = _within(op, like(op.Cast(mask, to=INT64.value), mask, INT64), reading.key)
     elif len(others) in (1, 2):
         new = [1, 2][: 3 - len(others)]
         open_keys = op.Greater(mask, constant(op, 0, mask.dtype or INT32))
@@ -326,7 +328,7 @@ def _padding_mask(op: Builder, node: ir.Node, query: ir.Value, key: ir.Value, ma
     else:
         how = f"on {len(others) + 1} dims" if others else "by the first and last key of each sample"
         raise NotAttention(f"a {node.op_type} whose padding mask is given {how}")
-    low, dtype = node.attributes.get_float("mask_filter_value", -10000.0), query.dtype
+    low, dtype = node.attributes.get_float("mask_filter_value", -10000.0), reading.query.dtype
     return [like(op.Where(kept, constant(op, 0.0, dtype), constant(op, low, dtype)), kept, dtype)]
 
 
