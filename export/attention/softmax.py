@@ -117,10 +117,8 @@ def _exponentiated(exp: ir.Node) -> tuple[ir.Value, int] | None:
     if log.op_type == "LogSoftmax":
         return source, log.attributes.get_int("axis", -1)
     total = maker_of(log.inputs[1])
-    if total is None or total.op_type != "ReduceLogSumExp" or total.inputs[0] is not source:
-        return None
-    axis = one_axis(total)
-    return (source, axis) if axis is not None else None
+    axis = one_axis(total) if is_op(total, "ReduceLogSumExp") and total.inputs[0] is source else None
+    return None if axis is None else (source, axis)
 
 
 def _divided_late(div: ir.Node, product: ir.Node) -> tuple[ir.Value, int] | None:
