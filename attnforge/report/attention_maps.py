@@ -23,8 +23,7 @@ from attnforge.bundle import CANONICAL, Bundle, Case, Manifest, SiteRecord
 from attnforge.errors import first_line
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.diagnosis.stages import decomposed, scores_of, sites_of
-from attnforge.export.graphs.attention import products
-from attnforge.export.graphs.attention_operators import read
+from attnforge.export.graphs.attention import products, read
 from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.execute import Runner, Tensors, as_it_is, at_own_precision, in_float64, part_of, values_of
 from attnforge.export.graphs.float64 import to_double

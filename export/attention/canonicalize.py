@@ -26,8 +26,7 @@ from attnforge.export.attention.softmax import by_hand, restore_softmax
 from attnforge.export.attention.unrecognised import COMPUTES, unrecognised, why_no_attention
 from attnforge.export.attention.walk_back import Ended, Scores, Steps, both_computed, walk_to_product
 from attnforge.export.attention.walk_forward import Weights, walk_to_outputs
-from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.attention_operators import READERS
+from attnforge.export.graphs.attention import READERS, NotAttention
 from attnforge.export.graphs.nodes import dependent_on_inputs, input_of, is_op, scope_of, upstream
 from attnforge.export.graphs.sizes import LayoutError
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.operands import factor_of
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.nodes import constant_input, inputs_of, is_op, maker_of
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
 Label = str | None
@@ -82,7 +82,7 @@ def _broadcast(sizes: list[Size], labels: list[str]) -> list[Label]:
 
 def _sum_of_products(node: ir.Node, mul: ir.Node) -> Contraction:
     """A ReduceSum of a Mul."""
-    axes = constant_of(optional_input(node, 1))
+    axes = constant_input(node, 1)
     if axes is None:
         raise NotAttention("products are summed over axes that are not constant")
     sizes = sizes_of(mul.outputs[0])

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnforge.export.graphs.attention_operators import READERS
+from attnforge.export.graphs.attention import READERS
 from attnforge.export.graphs.nodes import is_op, scope_of
 
 _COUNTED = ("softmax", "scaled_dot_product", "multi_head_attention", "flex_attention")

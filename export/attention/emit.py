@@ -21,8 +21,7 @@ from attnforge.export.attention.masking import (
 from attnforge.export.attention.operands import Operand, strip_factors
 from attnforge.export.attention.walk_back import Scores, Steps
 from attnforge.export.attention.walk_forward import Weights
-from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach
-from attnforge.export.graphs.attention_operators import read, scale_of
+from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach, read, scale_of
 from attnforge.export.graphs.build import Builder, broadcast_like, constant, insert, like, replace_value
 from attnforge.export.graphs.nodes import input_of, is_op, is_used, optional_input, rank_of
 from attnforge.export.graphs.sizes import ONE, sizes_of
@@ -184,7 +183,7 @@ def _is_idle(mask: ir.Value) -> bool:
 
 
 def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
-    """Replace an operator of :data:`~attnforge.export.graphs.attention_operators.READERS` by a canonical node called
+    """Replace an operator of :data:`~attnforge.export.graphs.attention.READERS` by a canonical node called
     `name`; an Attention that is one already gets its scale and name.
 
     Raises:

@@ -16,7 +16,7 @@ from attnforge.export.attention.operands import Operand, factor_of, same_value, 
 from attnforge.export.attention.softmax import one_axis
 from attnforge.export.attention.walk_back import Bias, Fill, Sink, Steps
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, resized, typed
 from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 
@@ -262,10 +262,9 @@ def with_zeros(op: Builder, x: ir.Value, count: int, *, first: bool) -> ir.Value
         count: number of sinks.
         first: whether the sinks come before the keys.
     """
-    pads, dims = [0] * 8, dims_of(x)
+    pads = [0] * 8
     pads[TOKENS if first else TOKENS + 4] = count
-    dims[TOKENS] = sizes_of(x)[TOKENS].plus(count).dim()
-    return typed(op.Pad(x, constant(op, pads)), x.dtype, dims)
+    return resized(op.Pad(x, constant(op, pads)), x, TOKENS, sizes_of(x)[TOKENS].plus(count).dim())
 
 
 def with_sinks(writer: SiteWriter, mask: ir.Value | None, sink: Sink) -> ir.Value:

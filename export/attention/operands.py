@@ -51,6 +51,38 @@ class Position:
     def differs_by_key(self, operand: Operand) -> bool:
         return not set(operand.layout.axes).isdisjoint(self.keys)
 
+    def aligned(self, value: ir.Value) -> Operand:
+        """`value` with the axes along which it varies when it is broadcast against the value at this position.
+
+        Raises:
+            NotAttention: `value` would broadcast the tensor that it is combined with to a larger shape.
+        """
+        sizes = sizes_of(value)
+        first = len(self.layout) - len(sizes)
+        if first < 0:
+            raise NotAttention(f"{value.name!r} has more dims than the scores it is combined with")
+        dims, full = self.layout.dims[first:], self.layout.sizes()[first:]
+        if not all(have == ONE or is_size_of(have, want) for have, want in zip(sizes, full, strict=True)):
+            raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
+        return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
+
+    def only_user(self, name: str) -> ir.Node:
+        """The only node that reads the value, apart from Shape and `also_used_by`.
+
+        Args:
+            name: what the value is, for the message, in the plural.
+
+        Raises:
+            NotAttention: the value is an output of the model, or other nodes read it too.
+        """
+        what, uses = f"the {name} {self.value.name!r} are", self.value.uses()
+        if self.value.is_graph_output():
+            raise NotAttention(f"{what} an output of the model; a fused kernel never stores them")
+        nodes = [use.node for use in uses if use.node not in self.also_used_by and use.node.op_type != "Shape"]
+        if len(nodes) != 1:
+            raise NotAttention(f"{what} used {len(nodes)} times; a fused kernel never stores them")
+        return nodes[0]
+
 
 def scalar(value: ir.Value | None) -> float | None:
     """The number that is every element of a constant `value`; None if there is no such number."""
@@ -136,40 +168,6 @@ def is_zero_or_one(value: ir.Value | None) -> bool:
         return all(is_zero_or_one(part) for part in node.inputs)
     moves = is_view(node) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Tile", "Trilu")
     return moves and is_zero_or_one(source)
-
-
-def aligned(value: ir.Value, layout: Layout) -> Operand:
-    """`value` with the axes along which it varies when it is broadcast against a tensor of `layout`.
-
-    Raises:
-        NotAttention: `value` would broadcast the tensor that it is combined with to a larger shape.
-    """
-    sizes = sizes_of(value)
-    if len(sizes) > len(layout):
-        raise NotAttention(f"{value.name!r} has more dims than the scores it is combined with")
-    dims, full = layout.dims[len(layout) - len(sizes) :], layout.sizes()[len(layout) - len(sizes) :]
-    if not all(have == ONE or is_size_of(have, want) for have, want in zip(sizes, full, strict=True)):
-        raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
-    return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
-
-
-def only_user(position: Position, name: str) -> ir.Node:
-    """The only node that reads the value at a position, apart from Shape and the position's `also_used_by`.
-
-    Args:
-        position: the position.
-        name: what the value is, for the message, in the plural.
-
-    Raises:
-        NotAttention: the value is an output of the model, or other nodes read it too.
-    """
-    value, ignored = position.value, position.also_used_by
-    if value.is_graph_output():
-        raise NotAttention(f"the {name} {value.name!r} are an output of the model; a fused kernel never stores them")
-    nodes = [use.node for use in value.uses() if use.node not in ignored and use.node.op_type != "Shape"]
-    if len(nodes) != 1:
-        raise NotAttention(f"the {name} {value.name!r} are used {len(nodes)} times; a fused kernel never stores them")
-    return nodes[0]
 
 
 def keeps_numbers(node: ir.Node) -> bool:

@@ -8,7 +8,6 @@ is not subtracted, the graph may overflow where Softmax does not; wherever it is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import permutations, repeat
 
 import numpy as np
@@ -25,16 +24,7 @@ from attnforge.export.graphs.build import (
     replace_value,
     resized,
 )
-from attnforge.export.graphs.nodes import (
-    VIEWS,
-    constant_of,
-    input_of,
-    inputs_of,
-    is_op,
-    maker_of,
-    optional_input,
-    rank_of,
-)
+from attnforge.export.graphs.nodes import VIEWS, constant_input, input_of, inputs_of, is_op, maker_of, rank_of
 
 _PASSED = VIEWS | {"Cast", "Mul", "Div", "Dropout"}
 """Operators that may lie between a softmax and a guard against its NaN."""
@@ -154,7 +144,7 @@ def _sum_over(node: ir.Node | None) -> tuple[ir.Value | None, int] | None:
     if total is None or axis is None:
         return None
     if is_op(node, "Unsqueeze"):
-        restored, rank = constant_of(optional_input(node, 1)), rank_of(node.outputs[0])
+        restored, rank = constant_input(node, 1), rank_of(node.outputs[0])
         if restored is None or restored.size != 1 or not rank or int(restored.item()) % rank != axis:
             return None
     return total.inputs[0], axis
@@ -177,7 +167,7 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
 
 def one_axis(node: ir.Node, keepdims: int = 1) -> int | None:
     """The axis of a reduction over one axis with this `keepdims`; None for other reductions."""
-    axes, source = constant_of(optional_input(node, 1)), node.inputs[0]
+    axes, source = constant_input(node, 1), node.inputs[0]
     if axes is None or axes.size != 1 or node.attributes.get_int("keepdims", 1) != keepdims:
         return None
     if source is None or source.shape is None:
@@ -195,7 +185,7 @@ def _distribute(graph: ir.Graph, product: ir.Node) -> bool:
     The sum may have more terms, and may be divided by its total, as in ConViT (https://arxiv.org/abs/2103.10697). A
     softmax adds up to one, so its factors are its share of the total.
     """
-    weights, values = map(partial(input_of, product), (0, 1))
+    weights, values = inputs_of(product)
     whole, div, result = weights, maker_of(weights), product.outputs[0]
     if div is not None and _is_divided_by_its_total(div):
         whole = input_of(div)
@@ -255,7 +245,7 @@ def _factors_of_rows(weights: ir.Value) -> list[ir.Value] | None:
     if is_op(node, "Softmax"):
         return [] if node.attributes.get_int("axis", -1) in (-1, rank_of(weights) - 1) else None
     if is_op(node, "Mul"):
-        for inner, factor in permutations(map(partial(input_of, node), (0, 1))):
+        for inner, factor in permutations(inputs_of(node)):
             if factor.shape is not None and (not factor.shape or factor.shape[-1] == 1):
                 found = _factors_of_rows(inner)
                 return None if found is None else [*found, factor]
@@ -266,5 +256,5 @@ def _is_divided_by_its_total(div: ir.Node) -> bool:
     """Whether a Div divides each row of a value by the sum of the row."""
     if not is_op(div, "Div"):
         return False
-    whole, divisor = map(partial(input_of, div), (0, 1))
+    whole, divisor = inputs_of(div)
     return _sum_over(maker_of(divisor)) == (whole, rank_of(whole) - 1)

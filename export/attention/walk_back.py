@@ -20,11 +20,9 @@ from attnforge.export.attention.operands import (
     Operand,
     Position,
     TensorScale,
-    aligned,
     factor_of,
     is_zero_or_one,
     keeps_numbers,
-    only_user,
     scalar,
     without_not,
 )
@@ -171,7 +169,7 @@ def walk_to_product(position: Position, steps: Steps | None = None) -> Scores | 
             if node is None:
                 raise NotAttention("the scores are an input of the graph, not a product of a query and a key")
             if not _feeds_softmaxes(position.value):
-                only_user(position, "scores")
+                position.only_user("scores")
             steps = replace(steps, path=(*steps.path, node.op_type))
             if is_product(node):
                 return _from_product(node, position, steps)
@@ -240,7 +238,7 @@ def _scale(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, S
     # The scores are the larger side, as the tensor that scales them is the same for all keys. A mask may be as large.
     if node.op_type == "Mul" and (sizes_of(source) != position.layout.sizes() or is_zero_or_one(source)):
         source, by = by, source
-    scale = aligned(by, position.layout)
+    scale = position.aligned(by)
     if node.op_type == "Mul" and is_zero_or_one(by) and not steps.tensor_scales and steps.scale > 0:
         return source, steps.masked(Fill(scale, inverted=False, multiplied=True))
     if position.differs_by_key(scale):
@@ -281,7 +279,7 @@ def _where(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, S
             if not number < np.inf:
                 raise NotAttention(f"Where replaces scores by {number}, which turns every row that has it into NaN")
             number = max(number * steps.scale, steps.floor)
-            return source, steps.masked(Fill(*without_not(aligned(condition, position.layout), inverted), number))
+            return source, steps.masked(Fill(*without_not(position.aligned(condition), inverted), number))
     raise NotAttention("Where chooses between two tensors of scores")
 
 
@@ -321,7 +319,7 @@ def _shift_by_maximum(node: ir.Node, position: Position, steps: Steps) -> frozen
     if node.op_type != "Sub" or steps.softcap or finite or steps.sink is not None:
         return None
     try:
-        maximum = aligned(right, position.layout)
+        maximum = position.aligned(right)
     except NotAttention:
         return None
     if position.differs_by_key(maximum):
@@ -355,7 +353,7 @@ def _from_sum(node: ir.Node, position: Position, steps: Steps) -> Scores | Ended
     reasons, arrived = [], []
     for source, added, sign in sides:
         try:
-            bias = Bias(aligned(added, position.layout), sign * steps.scale, steps.tensor_scales, steps.floor)
+            bias = Bias(position.aligned(added), sign * steps.scale, steps.tensor_scales, steps.floor)
             before = _before(node, position, source)
         except (NotAttention, LayoutError) as error:
             reasons.append(str(error))

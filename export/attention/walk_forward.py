@@ -16,19 +16,10 @@ from numpy.typing import NDArray
 
 from attnforge.export.attention.contraction import Label, contraction_of, is_product, sum_of
 from attnforge.export.attention.layout import Axis, Dims, Layout, after_view
-from attnforge.export.attention.operands import (
-    Operand,
-    Position,
-    aligned,
-    factor_of,
-    keeps_numbers,
-    only_user,
-    scalar,
-    without_not,
-)
+from attnforge.export.attention.operands import Operand, Position, factor_of, keeps_numbers, scalar, without_not
 from attnforge.export.attention.walk_back import Ended, Fill, Sink, Steps
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import constant_of, inputs_of, is_op, optional_input
+from attnforge.export.graphs.nodes import constant_input, constant_of, inputs_of, is_op
 from attnforge.export.graphs.sizes import LayoutError, sizes_of
 
 
@@ -70,7 +61,7 @@ def walk_to_outputs(position: Position, steps: Steps) -> list[Weights] | Ended:
             users = {use.node for use in position.value.uses() if use.node.op_type != "Shape"} - position.also_used_by
             if len(users) > 1 and not position.value.is_graph_output():
                 return [*_every_output(position, steps, users)]
-            node = only_user(position, "attention weights")
+            node = position.only_user("attention weights")
             steps = replace(steps, path=(*steps.path, node.op_type))
             product = node if is_product(node) else sum_of(node) if node.op_type == "Mul" else None
             if product is not None:
@@ -147,7 +138,7 @@ def _where(node: ir.Node, position: Position, steps: Steps) -> Steps:
     kept = if_true is position.value and scalar(if_false) == 0.0
     if not (kept or (if_false is position.value and scalar(if_true) == 0.0)):
         raise NotAttention("Where replaces attention weights by something other than zeros")
-    where, inverted = without_not(aligned(condition, position.layout), inverted=not kept)
+    where, inverted = without_not(position.aligned(condition), inverted=not kept)
     return steps.masked(Fill(where, inverted, by_key=position.differs_by_key(where)))
 
 
@@ -159,7 +150,7 @@ def _scale(node: ir.Node, position: Position, steps: Steps) -> Steps:
     other = right if left is position.value else left
     if not np.isfinite(scalar(other) or 0.0):
         raise NotAttention("the attention weights are multiplied by an infinite number")
-    by = aligned(other, position.layout)
+    by = position.aligned(other)
     if not position.differs_by_key(by):
         if node.op_type == "Div" and left is not position.value:
             raise NotAttention("a tensor is divided by the attention weights")
@@ -168,7 +159,7 @@ def _scale(node: ir.Node, position: Position, steps: Steps) -> Steps:
     condition = cast.inputs[0] if is_op(cast, "Cast") else None
     if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
         raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
-    return steps.masked(Fill(*without_not(aligned(condition, position.layout)), multiplied=True))
+    return steps.masked(Fill(*without_not(position.aligned(condition)), multiplied=True))
 
 
 def _cast(node: ir.Node, position: Position, steps: Steps) -> Steps:
@@ -187,7 +178,7 @@ _HANDLERS: dict[str, Callable[[ir.Node, Position, Steps], Steps]] = {
 
 def _without_sinks(node: ir.Node, position: Position, sink: Sink | None) -> tuple[Axis, Layout]:
     """The axis of the keys alone, and the layout after a Slice that cuts off the attention sinks."""
-    starts, axes, step = (constant_of(optional_input(node, i)) for i in (1, 3, 4))
+    starts, axes, step = (constant_input(node, i) for i in (1, 3, 4))
     sizes, dims = sizes_of(node.outputs[0]), position.layout.dims
     axis = dims.index((sink.joint,)) if sink is not None and (sink.joint,) in dims else None
     sliced = "the attention weights are sliced before they meet the values"

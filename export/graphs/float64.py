@@ -20,8 +20,7 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
-from attnforge.export.graphs.attention import NotAttention, products
-from attnforge.export.graphs.attention_operators import READERS, read
+from attnforge.export.graphs.attention import READERS, NotAttention, products, read
 from attnforge.export.graphs.build import Builder, constant, insert, numbered
 from attnforge.export.graphs.nodes import inputs_of, is_op, is_used, optional_input
 from attnforge.export.graphs.sizes import LayoutError
@@ -370,7 +369,7 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 
 def _attention(op: Builder, node: ir.Node) -> list[ir.Value]:
-    """An operator of :data:`~attnforge.export.graphs.attention_operators.READERS`.
+    """An operator of :data:`~attnforge.export.graphs.attention.READERS`.
 
     Opsets differ in whether ai.onnx Attention caps scores before or after it masks them.
     """

@@ -111,3 +111,8 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
     """The array of a constant value; None for other values, or if there is no value."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return None if tensor is None else tensor.numpy()
+
+
+def constant_input(node: ir.Node, i: int) -> NDArray[Any] | None:
+    """The array of input `i`, which may be omitted, if it is constant."""
+    return constant_of(optional_input(node, i))

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, like
-from attnforge.export.graphs.nodes import constant_of, input_of, is_op, maker_of, optional_input
+from attnforge.export.graphs.nodes import constant_input, constant_of, input_of, is_op, maker_of
 
 FP8, MOST_FP8 = ir.DataType.FLOAT8E4M3FN, 448
 """E4M3 and its largest number."""
@@ -232,7 +232,7 @@ class InInt8:
         divided, multiplied = maker_of(quantise.inputs[0]), maker_of(restored)
         if not _is_marked(divided) or multiplied is None:
             return None
-        scale = constant_of(optional_input(multiplied, 1))
+        scale = constant_input(multiplied, 1)
         return cls(input_of(divided), stored, scale) if scale is not None else None
 
 
