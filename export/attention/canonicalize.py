@@ -113,7 +113,7 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
         elif is_op(node, "ArgMax"):
             sites += _from_argmax(node, _unused_name(node, sites))
     modified |= remove_unused(model).modified or before != _nodes(model)
-    sites += _without_softmax(model.graph, sites, softmaxes)
+    _add_without_softmax(sites, model.graph, softmaxes)
     for module in lost:
         sites.append(Site(_numbered(module, (site.name for site in sites)), "Softmax", reason=LOST))
     for module in without_effect:
@@ -123,22 +123,19 @@ def canonicalize(model: ir.Model, without_effect: Sequence[str] = (), lost: Sequ
     return Canonical(model, modified, sites, others)
 
 
-def _without_softmax(graph: ir.Graph, sites: Sequence[Site], softmaxes: Sequence[ir.Node]) -> list[Site]:
-    """The sites whose weights none of the sites' softmaxes computes, named apart from the others."""
-    found: list[Site] = []
+def _add_without_softmax(sites: list[Site], graph: ir.Graph, softmaxes: Sequence[ir.Node]) -> None:
+    """Add the sites whose weights none of the sites' softmaxes computes."""
     of_sites: set[ir.Node] = set()
     for path, reason in unrecognised(graph):
         of_sites.update(path)
-        if any(_computes(softmax, path) for softmax in softmaxes):
-            continue
-        written_as = "·".join(node.op_type for node in path)
-        found.append(Site(_unused_name(path[0], [*sites, *found]), written_as, reason=reason))
+        if not any(_computes(softmax, path) for softmax in softmaxes):
+            written_as = "·".join(node.op_type for node in path)
+            sites.append(Site(_unused_name(path[0], sites), written_as, reason=reason))
     computed = dependent_on_inputs(graph)
     for node in graph:
         scores = None if node in of_sites else by_hand(node)
         if scores is not None and why_no_attention(node, *scores, computed, is_site=False) is None:
-            found.append(Site(_unused_name(node, [*sites, *found]), "Exp·Div", reason=COMPUTES.format("Exp")))
-    return found
+            sites.append(Site(_unused_name(node, sites), "Exp·Div", reason=COMPUTES.format("Exp")))
 
 
 def _computes(softmax: ir.Node, path: Sequence[ir.Node]) -> bool:
@@ -176,22 +173,19 @@ def _from_softmax(graph: ir.Graph, node: ir.Node, name: str) -> list[Site] | str
     scores = walk_to_product(Position(source, layout, dim[0]))
     sink = scores.steps.sink if isinstance(scores, Scores) else None
     outputs = walk_to_outputs(Position(node.outputs[0], layout, dim[0]), Steps(sink=sink))
-    walks: list[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else [*outputs]
-    places: dict[object, int] = {node: i for i, node in enumerate(graph)} if len(walks) > 1 else {}
-    written: dict[int, Site] = {}
-    # from the last product on: its values may be those of one before it
-    for i, weights in sorted(enumerate(walks), key=lambda walk: -places.get(getattr(walk[1], "product", None), 0)):
-        site = Site(
-            f"{name}, values {i + 1}" if i else name,
-            written_as="·".join([*reversed(scores.steps.path), "Softmax", *weights.steps.path]),
-        )
-        if isinstance(scores, Ended) or isinstance(weights, Ended):
-            reasons = (walk.reason for walk in (scores, weights) if isinstance(walk, Ended))
-            written[i] = replace(site, reason="; ".join(reasons) + _unknown(source))
-        else:
+    walks: Sequence[Weights | Ended] = [outputs] if isinstance(outputs, Ended) else outputs
+    written_as = ["·".join([*reversed(scores.steps.path), "Softmax", *walk.steps.path]) for walk in walks]
+    sites = [Site(f"{name}, values {i + 1}" if i else name, path) for i, path in enumerate(written_as)]
+    if isinstance(scores, Ended) or isinstance(outputs, Ended):
+        reasons = (walk.reason for walk in (scores, outputs) if isinstance(walk, Ended))
+        reason = "; ".join(reasons) + _unknown(source)
+        sites = [replace(site, reason=reason) for site in sites]
+    else:
+        places = {node: i for i, node in enumerate(graph)}
+        # from the last product on: its values may be those of one before it
+        for i, weights in sorted(enumerate(outputs), key=lambda walk: -places[walk[1].product]):
             write = partial(emit, graph, scores=scores, weights=weights, softmax_dtype=source.dtype)
-            written[i] = _written(site, write)
-    sites = [written[i] for i in range(len(walks))]
+            sites[i] = _written(sites[i], write)
     if any(site.node is not None for site in sites):
         return sites
     is_site = both_computed(scores) or not isinstance(outputs, Ended)

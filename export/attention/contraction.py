@@ -38,6 +38,11 @@ class Contraction:
     output: list[str]
     summed: dict[str, Size]
 
+    @property
+    def summed_dims(self) -> list[tuple[ir.Value, int]]:
+        """The dims of both sides that the product sums over."""
+        return [(side.value, i) for side in self.sides for i, label in enumerate(side.labels) if label in self.summed]
+
 
 def is_product(node: ir.Node) -> bool:
     """Whether a node sums products of the elements of two tensors."""

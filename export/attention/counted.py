@@ -48,7 +48,7 @@ def counted(module: nn.Module) -> Iterator[Counter[str]]:
     def leave(part: nn.Module, args: Any, result: Any) -> None:
         running.pop()
 
-    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True), Counting():
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True), Counting():  # type: ignore[no-untyped-call]
         yield modules
 
 

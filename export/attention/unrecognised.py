@@ -7,11 +7,11 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
-from attnforge.export.attention.contraction import Side, contraction_of, is_product
+from attnforge.export.attention.contraction import Contraction, contraction_of, is_product
 from attnforge.export.attention.layout import Layout, after_view, before_view, is_view
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs, input_of, inputs_of, is_op, upstream
@@ -48,7 +48,7 @@ def unrecognised(graph: ir.Graph) -> Iterator[tuple[tuple[ir.Node, ...], str]]:
     """
     computed = dependent_on_inputs(graph)
     for node in graph:
-        if not is_product(node) or not _both_in(node, computed) or (pairs := _pairs_of(node)) is None:
+        if (pairs := _pairs_of(node, computed)) is None:
             continue
         for path, _, is_chosen in products_after(node, pairs, computed):
             nonlinear = [other.op_type for other in path[1:-1] if _is_nonlinear(other, path[0].outputs[0])]
@@ -65,18 +65,23 @@ def _is_nonlinear(node: ir.Node, scores: ir.Value) -> bool:
     return all(scores in upstream([side], lambda value: value is scores) for side in inputs_of(node))
 
 
-def _both_in(product: ir.Node, computed: set[ir.Value]) -> bool:
+def _product(node: ir.Node, computed: set[ir.Value]) -> Contraction | None:
+    """The product of two computed tensors that a node is; None for other nodes."""
     try:
-        return all(side.value in computed for side in contraction_of(product).sides)
+        contraction = contraction_of(node) if is_product(node) else None
     except (NotAttention, LayoutError):
-        return False
+        return None
+    is_computed = contraction is not None and all(side.value in computed for side in contraction.sides)
+    return contraction if is_computed else None
 
 
-def _pairs_of(product: ir.Node) -> set[int] | None:
-    """The two dims of a product that each come from one operand alone, a query's and a key's; None if it has no two."""
-    contraction = contraction_of(product)
+def _pairs_of(node: ir.Node, computed: set[ir.Value]) -> set[int] | None:
+    """The two dims of a product of computed tensors that each come from one operand alone, a query's and a key's; None
+    if it has no two."""
+    if (contraction := _product(node, computed)) is None:
+        return None
     left, right = ({label for label in side.labels if label is not None} for side in contraction.sides)
-    sizes = sizes_of(product.outputs[0])
+    sizes = sizes_of(node.outputs[0])
     own = [
         [i for i, label in enumerate(contraction.output) if label in mine - other]
         for mine, other in ((left, right), (right, left))
@@ -89,7 +94,7 @@ def _pairs_of(product: ir.Node) -> set[int] | None:
 
 def products_after(
     first: ir.Node, kept: Collection[int], computed: set[ir.Value]
-) -> Iterator[tuple[tuple[ir.Node, ...], list[Side], bool]]:
+) -> Iterator[tuple[tuple[ir.Node, ...], list[tuple[ir.Value, int]], bool]]:
     """Walk forward from a node while values have some of its dims, whole or in parts, up to softmaxes and products of
     two computed tensors.
 
@@ -99,8 +104,8 @@ def products_after(
         computed: the values that depend on the graph's inputs.
 
     Yields:
-        the nodes from the first to a product, the sides of the product that the walk did not come from, and whether the
-        way to it takes a part of a dim, or chooses some of it.
+        the nodes from the first to a product, the dims that the product sums over of what the walk did not come from,
+        and whether the way to it takes a part of a dim, or chooses some of it.
     """
     if first.outputs[0].shape is None:
         return
@@ -108,13 +113,13 @@ def products_after(
     pending: list[tuple[ir.Value, tuple[ir.Node, ...], bool]] = [(first.outputs[0], (first,), False)]
     while pending:
         value, path, is_chosen = pending.pop(0)
-        for user in dict.fromkeys(use.node for use in value.uses()):
+        for user in value.consumers():
             if is_op(user, "Softmax"):
                 continue
-            if is_product(user) and _both_in(user, computed):
-                if _sums(user, origins):
-                    sides = contraction_of(user).sides
-                    yield (*path, user), [side for side in sides if side.value not in origins], is_chosen
+            if (contraction := _product(user, computed)) is not None:
+                dims = contraction.summed_dims
+                if any(origins[operand][i] for operand, i in dims if operand in origins):
+                    yield (*path, user), [dim for dim in dims if dim[0] not in origins], is_chosen
                 continue
             for output in user.outputs:
                 after = None if output in origins else _origins_after(user, value, origins[value], output)
@@ -122,16 +127,6 @@ def products_after(
                     origins[output] = after
                     chosen = is_chosen or (user.op_type in _CHOOSE and sizes_of(output) != sizes_of(value))
                     pending.append((output, (*path, user), chosen))
-
-
-def _sums(product: ir.Node, origins: Mapping[ir.Value, Origins]) -> bool:
-    """Whether a product sums over a dim with an origin."""
-    contraction = contraction_of(product)
-    return any(
-        label in contraction.summed and of_dim
-        for side in contraction.sides
-        for label, of_dim in zip(side.labels, origins.get(side.value, ()), strict=False)
-    )
 
 
 def _origins_after(node: ir.Node, value: ir.Value, origins: Origins, output: ir.Value) -> Origins | None:
@@ -192,9 +187,7 @@ def why_no_attention(node: ir.Node, source: ir.Value, axis: int, computed: set[i
     is_gate = _is_of_weights(source, axis, computed)
     found = next(products_after(node, [axis], computed), None)
     if found is not None:
-        (*_, product), sides, is_chosen = found
-        summed = contraction_of(product).summed
-        dims = [(side.value, i) for side in sides for i, label in enumerate(side.labels) if label in summed]
+        _, dims, is_chosen = found
         of_weights = dims and all(_is_of_weights(value, i, computed, joined=True) for value, i in dims)
         is_gate &= is_chosen or bool(of_weights)  # the best of some experts are experts
     if is_gate:
