@@ -9,7 +9,6 @@ on. An operator without a double path is refused by name; nothing is silently co
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -148,10 +147,7 @@ def erf(op: Builder, x: ir.Value) -> ir.Value:
     """erf by its Taylor series about the nearest point of a grid with step 1/64; beyond 6 it is 1 in double."""
     steps, reach, order = 64, 6, 8
     points = np.arange(-reach * steps, reach * steps + 1) / steps
-    # The derivatives of erf are Hermite polynomials times a Gaussian: H(k+1) = 2x·H(k) − 2k·H(k−1).
-    hermite = [np.ones_like(points), 2 * points]
-    for k in range(1, order - 1):
-        hermite.append(2 * points * hermite[k] - 2 * k * hermite[k - 1])
+    hermite = np.polynomial.hermite.hermvander(points, order - 1).T  # derivatives of erf are these times a Gaussian
     gaussian = 2 / math.sqrt(math.pi) * np.exp(-(points**2))
     series = [np.array([math.erf(p) for p in points])]
     series += [(-1) ** k * h * gaussian / math.factorial(k + 1) for k, h in enumerate(hermite)]
@@ -266,7 +262,7 @@ def _under(
         x = op.Pad(x, constant(op, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]))
     axes, steps = constant(op, list(range(2, rank + 2))), constant(op, list(strides or [1] * rank))
     under = []
-    for position in itertools.product(*(range(k) for k in kernel)):
+    for position in np.ndindex(*kernel):
         starts = [p * d for p, d in zip(position, dilations, strict=True)]
         left = [(k - 1 - p) * d for p, k, d in zip(position, kernel, dilations, strict=True)]
         ends = [-n if n else np.iinfo(np.int64).max for n in left]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
@@ -231,8 +230,7 @@ def retyped(tensor: ir.TensorProtocol, target: ir.DataType, least_stays_least: b
 
 def _numbers_retyped(tensor: ir.TensorProtocol, target: ir.DataType, least_stays_least: bool) -> ir.TensorProtocol:
     numbers = tensor.numpy()
-    least = float(ml_dtypes.finfo(target.numpy()).min)  # type: ignore[no-untyped-call]
-    source_least = float(ml_dtypes.finfo(numbers.dtype).min)  # type: ignore[no-untyped-call]
+    least, source_least = float(target.min), float(tensor.dtype.min)
     if source_least > least:
         wider = numbers.astype(target.numpy())
         if least_stays_least and numbers.size == 1 and float(numbers.reshape(())) == source_least:
