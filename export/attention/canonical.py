@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from attnforge.export.attention.layout import Dims, Layout, Sized, rearrange
-from attnforge.export.attention.operands import Operand, TensorScale
-from attnforge.export.graphs.attention import SILENT_ROWS
+from attnforge.export.attention.operands import Operand
+from attnforge.export.attention.walk_back import TensorScale
+from attnforge.export.graphs.attention import SILENT_ROWS, Reading
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, dims_of, typed
 from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.graphs.sizes import Size
@@ -50,39 +51,27 @@ PLACES = "attnforge.places"
 positions after each sample's cached tokens."""
 
 
-def attention_node(
-    op: Builder,
-    name: str,
-    query: ir.Value,
-    key: ir.Value,
-    value: ir.Value,
-    mask: ir.Value | None,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    softcap: float = 0.0,
-    softmax_precision: int = 0,
-    silent_rows_are_nan: bool = False,
-) -> ir.Value:
+def attention_node(op: Builder, name: str, reading: Reading, mask: ir.Value | None) -> ir.Value:
     """Write a canonical node called `name`.
 
     Args:
-        query: `(B, H, n_q, d_k)`.
-        key: `(B, H', n_k, d_k)`.
-        value: `(B, H', n_k, d_v)`.
-        mask: broadcasts to `(B, H, n_q, n_k)`.
-        scale: factor on the scores, ≥ 0.
-        softcap: `c` in `c·tanh(scores/c)`; 0 for none.
-        softmax_precision: the ONNX data type of the softmax; 0 for the type of the query.
-        silent_rows_are_nan: whether fully masked rows are NaN instead of zeros.
+        op: records the node.
+        name: its name.
+        reading: the operands on four dims, the scale, ≥ 0, and what else are attributes of the node.
+        mask: all masks in one, which broadcasts to `(B, H, n_q, n_k)`; None if there are none.
 
     Returns:
         `(B, H, n_q, d_v)`, in the type of the query.
     """
-    optional = {"is_causal": int(is_causal), "softcap": softcap, "softmax_precision": softmax_precision}
-    attributes = {"scale": scale, **{name: number for name, number in optional.items() if number}}
+    query, key, value = reading.query, reading.key, reading.value
+    optional = {
+        "is_causal": int(reading.is_causal),
+        "softcap": reading.softcap,
+        "softmax_precision": reading.softmax_precision,
+    }
+    attributes = {"scale": reading.scale, **{name: number for name, number in optional.items() if number}}
     inputs = [query, key, value, *([mask] if mask is not None else [])]
-    metadata = {SILENT_ROWS: "nan"} if silent_rows_are_nan else {}
+    metadata = {SILENT_ROWS: "nan"} if reading.silent_rows_are_nan else {}
     output = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)
     return typed(output, query.dtype, [*dims_of(query)[:3], dims_of(value)[3]])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, SiteAxes, SiteWriter, attention_node
@@ -72,11 +74,11 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
             key, value = (with_zeros(op, x, sink.count, first=sink.first) for x in (key, value))
             mask = with_sinks(writer, mask, sink)
         precision = softmax_dtype.value if softmax_dtype is not None and softmax_dtype != dtype else 0
-        result = attention_node(
-            op, name, query, key, value, mask,
-            scale=abs(scale), softcap=score_steps.softcap, softmax_precision=precision,
+        reading = Reading(
+            query, key, value, abs(scale), softcap=score_steps.softcap, softmax_precision=precision,
             silent_rows_are_nan=not weight_steps.nan_rows_zeroed,
         )  # fmt: skip
+        result = attention_node(op, name, reading, mask)
         if (factor := weight_steps.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         result = writer.scaled(result, weight_steps.tensor_scales, *ROWS)
@@ -215,12 +217,9 @@ def _from_reading(op: Builder, reading: Reading, name: str) -> ir.Value:
     plain_causal = reading.is_causal and reading.offset is None and not reading.is_windowed and not masks
     if (reading.is_causal and not plain_causal) or reading.is_windowed:
         masks.append(all_of(op, reach(op, reading)))
-    result = attention_node(
-        op, name, reading.query, reading.key, reading.value, _joined(op, masks),
-        scale=reading.scale, is_causal=plain_causal, softcap=reading.softcap,
-        softmax_precision=reading.softmax_precision,
-        silent_rows_are_nan=reading.silent_rows_are_nan and bool(masks),
-    )  # fmt: skip
+    are_nan = reading.silent_rows_are_nan and bool(masks)
+    reading = replace(reading, is_causal=plain_causal, silent_rows_are_nan=are_nan)
+    result = attention_node(op, name, reading, _joined(op, masks))
     return merged_heads(op, result) if reading.packed_output else result
 
 

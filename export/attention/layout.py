@@ -122,12 +122,29 @@ def _permutation(node: ir.Node, rank: int) -> list[int]:
     return list(perm) if perm is not None else list(range(rank))[::-1]
 
 
-def before_view(node: ir.Node, after: Layout) -> Layout:
-    """The layout of a view's input, given its output's."""
+def before_view(node: ir.Node, after: Layout, *, sized: bool = False) -> Layout:
+    """The layout of the input of a view or an Expand, given its output's: without the axes along which it repeats.
+
+    Args:
+        node: the view or Expand.
+        after: the layout of its output.
+        sized: whether the sizes of the axes can be read elsewhere.
+
+    Raises:
+        LayoutError: the axes are not kept apart, or an Expand repeats along a dim of dynamic size, which cannot be
+            read from the input.
+    """
     if node.op_type == "Transpose":
         perm = _permutation(node, len(after))
         return after.permuted([perm.index(i) for i in range(len(perm))])
-    return after.regrouped(sizes_of(input_of(node)))
+    sizes = sizes_of(input_of(node))
+    if node.op_type != "Expand":
+        return after.regrouped(sizes)
+    kept = after.dims[len(after) - len(sizes) :]
+    before = Layout(() if size == ONE else dim for size, dim in zip(sizes, kept, strict=True))
+    if not sized and any(not axis.size.is_static for axis in set(after.axes) - set(before.axes)):
+        raise LayoutError("an Expand along a dynamic dim")
+    return before
 
 
 def after_view(node: ir.Node, before: Layout) -> Layout:
@@ -135,25 +152,6 @@ def after_view(node: ir.Node, before: Layout) -> Layout:
     if node.op_type == "Transpose":
         return before.permuted(_permutation(node, len(before)))
     return before.regrouped(sizes_of(node.outputs[0]))
-
-
-def before_expand(node: ir.Node, after: Layout, *, sized: bool = False) -> Layout:
-    """The layout of an Expand's input, given its output's: without the axes along which it repeats.
-
-    Args:
-        node: the Expand.
-        after: the layout of its output.
-        sized: whether the sizes of the axes can be read elsewhere.
-
-    Raises:
-        LayoutError: it repeats along a dim of dynamic size, which cannot be read from the input.
-    """
-    sizes = sizes_of(input_of(node))
-    kept = after.dims[len(after) - len(sizes) :]
-    before = Layout(() if size == ONE else dim for size, dim in zip(sizes, kept, strict=True))
-    if not sized and any(not axis.size.is_static for axis in set(after.axes) - set(before.axes)):
-        raise LayoutError("an Expand along a dynamic dim")
-    return before
 
 
 def is_view(node: ir.Node | None) -> bool:
@@ -169,8 +167,7 @@ def before_views(value: ir.Value, layout: Layout, *, sized: bool = False) -> tup
     furthest = value, layout
     while (node := value.producer()) is not None and is_op(node, *VIEWS, "Expand"):
         try:
-            is_expand = node.op_type == "Expand"
-            layout = before_expand(node, layout, sized=sized) if is_expand else before_view(node, layout)
+            layout = before_view(node, layout, sized=sized)
         except LayoutError:
             break
         value = input_of(node)

@@ -64,9 +64,8 @@ def _is_a_score(step: Bias | Fill) -> bool:
     scores."""
     pending: list[ir.Value | None] = [step.operand.value if isinstance(step, Bias) else None]
     while pending:
-        value = pending.pop()
-        node = value.producer() if value is not None else None
-        if node is None or not is_op(node, *REPEATS, "Add", "Div", "Gather", "GatherElements", "MatMul", "Mul"):
+        node = maker_of(pending.pop())
+        if not is_op(node, *REPEATS, "Add", "Div", "Gather", "GatherElements", "MatMul", "Mul"):
             return False
         if node.op_type == "Add":
             pending += node.inputs

@@ -23,14 +23,6 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class TensorScale:
-    """A tensor that multiplies or divides the scores or the weights, and is the same for all keys."""
-
-    operand: Operand
-    op_type: str
-
-
-@dataclass(frozen=True)
 class Position:
     """The position of a walk: a value, its layout, and the axis that the softmax runs over.
 
@@ -65,6 +57,10 @@ class Position:
         if not all(have == ONE or is_size_of(have, want) for have, want in zip(sizes, full, strict=True)):
             raise NotAttention(f"{value.name!r} does not broadcast to the scores it is combined with")
         return Operand(value, Layout(dim if size != ONE else () for dim, size in zip(dims, sizes, strict=True)))
+
+    def condition(self, value: ir.Value, inverted: bool = False) -> tuple[Operand, bool]:
+        """A condition before any Not, aligned, and whether it is inverted."""
+        return without_not(self.aligned(value), inverted)
 
     def only_user(self, name: str) -> ir.Node:
         """The only node that reads the value, apart from Shape and `also_used_by`.

@@ -16,20 +16,19 @@ import onnx_ir as ir
 
 from attnforge.export.attention.contraction import Label, Side, contraction_of, is_product
 from attnforge.export.attention.layout import Axis, Dims, Layout, before_view, before_views
-from attnforge.export.attention.operands import (
-    Operand,
-    Position,
-    TensorScale,
-    factor_of,
-    is_zero_or_one,
-    keeps_numbers,
-    scalar,
-    without_not,
-)
+from attnforge.export.attention.operands import Operand, Position, factor_of, is_zero_or_one, keeps_numbers, scalar
 from attnforge.export.attention.softmax import before_casts
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import VIEWS, input_of, inputs_of, is_op, upstream
 from attnforge.export.graphs.sizes import ONE, LayoutError, sizes_of
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """A tensor that multiplies or divides the scores or the weights, and is the same for all keys."""
+
+    operand: Operand
+    op_type: str
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ def _where(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, S
             if not number < np.inf:
                 raise NotAttention(f"Where replaces scores by {number}, which turns every row that has it into NaN")
             number = max(number * steps.scale, steps.floor)
-            return source, steps.masked(Fill(*without_not(position.aligned(condition), inverted), number))
+            return source, steps.masked(Fill(*position.condition(condition, inverted), number))
     raise NotAttention("Where chooses between two tensors of scores")
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from attnforge.export.attention.contraction import Label, contraction_of, is_product, sum_of
 from attnforge.export.attention.layout import Axis, Dims, Layout, after_view
-from attnforge.export.attention.operands import Operand, Position, factor_of, keeps_numbers, scalar, without_not
+from attnforge.export.attention.operands import Operand, Position, factor_of, keeps_numbers, scalar
 from attnforge.export.attention.walk_back import Ended, Fill, Sink, Steps
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import constant_input, constant_of, inputs_of, is_op
@@ -138,7 +138,7 @@ def _where(node: ir.Node, position: Position, steps: Steps) -> Steps:
     kept = if_true is position.value and scalar(if_false) == 0.0
     if not (kept or (if_false is position.value and scalar(if_true) == 0.0)):
         raise NotAttention("Where replaces attention weights by something other than zeros")
-    where, inverted = without_not(position.aligned(condition), inverted=not kept)
+    where, inverted = position.condition(condition, inverted=not kept)
     return steps.masked(Fill(where, inverted, by_key=position.differs_by_key(where)))
 
 
@@ -159,7 +159,7 @@ def _scale(node: ir.Node, position: Position, steps: Steps) -> Steps:
     condition = cast.inputs[0] if is_op(cast, "Cast") else None
     if node.op_type == "Div" or condition is None or condition.dtype != ir.DataType.BOOL:
         raise NotAttention("the attention weights are multiplied by a tensor, so they no longer sum to one")
-    return steps.masked(Fill(*without_not(position.aligned(condition)), multiplied=True))
+    return steps.masked(Fill(*position.condition(condition), multiplied=True))
 
 
 def _cast(node: ir.Node, position: Position, steps: Steps) -> Steps:

@@ -27,6 +27,7 @@ from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, atte
 from attnforge.export.attention.canonicalize import Site, SitesResult
 from attnforge.export.attention.masking import any_key
 from attnforge.export.attention.operands import scalar
+from attnforge.export.graphs.attention import Reading
 from attnforge.export.graphs.build import Builder, constant, like
 from attnforge.export.graphs.nodes import is_op, upstream
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
@@ -168,11 +169,12 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
     query, key, value = a.inputs(op, [a.layout(*dims) for dims in (QUERY, KEY, VALUE)])
     if in_int8 is not None:
         query, key = (rounded_to(op, x, scale, INT8) for x, scale in zip((query, key), in_int8, strict=True))
-    result = attention_node(
-        op, name, query, key, value, a.mask, scale=a.scale, is_causal=a.is_causal, softcap=a.softcap,
+    reading = Reading(
+        query, key, value, a.scale, is_causal=a.is_causal, softcap=a.softcap,
         softmax_precision=0 if a.softmax_dtype == a.dtype else a.softmax_dtype.value,
         silent_rows_are_nan=a.silent_rows_are_nan,
     )  # fmt: skip
+    result = attention_node(op, name, reading, a.mask)
     if nan and a.mask is not None:
         result.name = f"{name}/without NaN"  # the site's value gets the name of the node's output
         result = like(op.Where(any_key(op, a.mask), result, constant(op, math.nan, a.dtype)), result)
