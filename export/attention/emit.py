@@ -193,7 +193,7 @@ def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
         LayoutError: the shape of an operand is not known.
     """
     if is_standard(node):
-        node.attributes["scale"] = ir.AttrFloat32("scale", scale_of(node, node.inputs[0]))
+        node.attributes["scale"] = ir.AttrFloat32("scale", scale_of(node, input_of(node)))
         node.name = name
         return
 

@@ -318,13 +318,12 @@ def _integer(node: ir.Node, name: str) -> int:
     return number
 
 
-def scale_of(node: ir.Node, query: ir.Value | None) -> float:
+def scale_of(node: ir.Node, query: ir.Value) -> float:
     """The factor on the scores: the attribute, or by default the head size to the power of -1/2.
 
     Raises:
         NotAttention: neither is known.
     """
-    assert query is not None
     scale = node.attributes.get_float("scale")
     size = sizes_of(query)[3]
     if scale or (scale == 0.0 and node.domain == ""):  # 0 means the default in com.microsoft operators

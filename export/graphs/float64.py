@@ -204,8 +204,7 @@ def _one_hot(op: Builder, node: ir.Node) -> list[ir.Value]:
 
 def _conv(op: Builder, node: ir.Node) -> list[ir.Value]:
     """Conv as a product of the kernel with the concatenated pixels under each of its positions (im2col)."""
-    strides = node.attributes.get_ints("strides")
-    return [_convolved(op, node, _input(node, 0), _input(node, 1), _kernel(node), _pads(node), strides)]
+    return [_convolved(op, node, _input(node, 0), _input(node, 1), _kernel(node), _pads(node))]
 
 
 def _transposed_conv(op: Builder, node: ir.Node) -> list[ir.Value]:
@@ -233,7 +232,7 @@ def _transposed_conv(op: Builder, node: ir.Node) -> list[ir.Value]:
     parts = op.Reshape(turned, constant(op, [groups, in_channels // groups, out_channels, *kernel]))
     parts = op.Transpose(parts, perm=[0, 2, 1, *range(3, rank + 3)])
     sizes = [groups * out_channels, in_channels // groups, *kernel]
-    return [_convolved(op, node, x, op.Reshape(parts, constant(op, sizes)), sizes, before + after, None)]
+    return [_convolved(op, node, x, op.Reshape(parts, constant(op, sizes)), sizes, before + after)]
 
 
 def _kernel(node: ir.Node) -> list[int]:
@@ -252,11 +251,10 @@ def _pads(node: ir.Node) -> list[int]:
     return list(node.attributes.get_ints("pads") or [0] * 2 * rank)
 
 
-def _under(
-    op: Builder, node: ir.Node, x: ir.Value, kernel: Sequence[int], pads: Sequence[int], strides: Sequence[int] | None
-) -> list[ir.Value]:
-    """The pixels under each position of a kernel."""
+def _under(op: Builder, node: ir.Node, x: ir.Value, kernel: Sequence[int], pads: Sequence[int]) -> list[ir.Value]:
+    """The pixels under each position of a kernel, which moves by one over the pixels of a ConvTranspose."""
     rank = len(kernel)
+    strides = None if node.op_type == "ConvTranspose" else node.attributes.get_ints("strides")
     dilations = node.attributes.get_ints("dilations") or [1] * rank
     if any(pads):
         x = op.Pad(x, constant(op, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]))
@@ -271,13 +269,12 @@ def _under(
 
 
 def _convolved(
-    op: Builder, node: ir.Node, x: ir.Value, weight: ir.Value, sizes: Sequence[int], pads: Sequence[int],
-    strides: Sequence[int] | None,
-) -> ir.Value:  # fmt: skip
+    op: Builder, node: ir.Node, x: ir.Value, weight: ir.Value, sizes: Sequence[int], pads: Sequence[int]
+) -> ir.Value:
     """The product of a kernel of these sizes with the pixels under each of its positions, and the node's bias."""
     (out_channels, in_channels, *kernel), bias = sizes, optional_input(node, 2)
     rank, groups = len(kernel), node.attributes.get_int("group", 1) or 1
-    under = _under(op, node, x, kernel, pads, strides)
+    under = _under(op, node, x, kernel, pads)
     shape = op.Shape(under[0])
     flat = [op.Reshape(pixels, constant(op, [0, groups, in_channels, 1, -1])) for pixels in under]
     columns = op.Reshape(op.Concat(*flat, axis=3), constant(op, [0, groups, in_channels * math.prod(kernel), -1]))
@@ -293,11 +290,11 @@ def _average_pool(op: Builder, node: ir.Node) -> list[ir.Value]:
     x, kernel, pads = _input(node, 0), node.attributes.get_ints("kernel_shape") or [], _pads(node)
     if node.attributes.get_int("ceil_mode", 0):
         raise NoDoublePath("it rounds sizes up")
-    strides, count = node.attributes.get_ints("strides"), _number(op, math.prod(kernel))
+    count = _number(op, math.prod(kernel))
     if any(pads) and not node.attributes.get_int("count_include_pad", 0):
         ones = op.ConstantOfShape(op.Shape(x), value=ir.tensor(np.ones(1)))
-        count = op.Sum(*_under(op, node, ones, kernel, pads, strides))
-    return [op.Div(op.Sum(*_under(op, node, x, kernel, pads, strides)), count)]
+        count = op.Sum(*_under(op, node, ones, kernel, pads))
+    return [op.Div(op.Sum(*_under(op, node, x, kernel, pads)), count)]
 
 
 def _global_average(op: Builder, node: ir.Node) -> list[ir.Value]:

@@ -141,9 +141,7 @@ class Lookup:
     @classmethod
     def of(cls, node: ir.Node) -> Lookup | None:
         """The lookup with the DQ before it; None for other nodes, or if the table is not in 8 bits."""
-        if not is_lookup(node):
-            return None
-        dequantise = maker_of(node.inputs[0])
+        dequantise = maker_of(node.inputs[0]) if is_lookup(node) else None
         if not is_op(dequantise, "DequantizeLinear"):
             return None
         table, scale, *rest = dequantise.inputs
