@@ -154,10 +154,6 @@ def after_view(node: ir.Node, before: Layout) -> Layout:
     return before.regrouped(sizes_of(node.outputs[0]))
 
 
-def is_view(node: ir.Node | None) -> bool:
-    return is_op(node, *VIEWS)
-
-
 def before_views(value: ir.Value, layout: Layout, *, sized: bool = False) -> tuple[ir.Value, Layout]:
     """The value before all views and Expands that lead to `value`, and its layout.
 
@@ -180,7 +176,7 @@ def after_views(value: ir.Value, layout: Layout) -> tuple[ir.Value, Layout]:
     """The value after all views of `value`, and its layout; each view must be the only user of its input."""
     while not value.is_graph_output() and len(value.uses()) == 1:
         node, index = next(iter(value.uses()))
-        if not is_view(node) or index != 0:
+        if not is_op(node, *VIEWS) or index != 0:
             break
         try:
             layout = after_view(node, layout)

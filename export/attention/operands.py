@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from attnforge.export.attention.layout import Axis, Dims, Layout, before_views, is_view
+from attnforge.export.attention.layout import Axis, Dims, Layout, before_views
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import VIEWS, constant_of, input_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import ONE, is_size_of, sizes_of
@@ -162,19 +162,26 @@ def is_zero_or_one(value: ir.Value | None) -> bool:
         return True
     if node.op_type == "Concat":
         return all(is_zero_or_one(part) for part in node.inputs)
-    moves = is_view(node) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Tile", "Trilu")
+    moves = is_op(node, *VIEWS) or node.op_type in ("Cast", "Slice", "Gather", "Expand", "Tile", "Trilu")
     return moves and is_zero_or_one(source)
 
 
-def keeps_numbers(node: ir.Node) -> bool:
-    """Whether a node is a view, or a Dropout, which must drop nothing.
+def keeps_numbers(node: ir.Node, name: str) -> bool:
+    """Whether a node is a Cast between floating-point types, or a Dropout, which must drop nothing.
+
+    Args:
+        node: the node.
+        name: what goes through it, for the message, in the plural.
 
     Raises:
-        NotAttention: the Dropout is in training mode, or may be.
+        NotAttention: the Cast is from or to another type; the Dropout is in training mode, or may be.
     """
-    if not is_op(node, "Dropout"):
-        return is_view(node)
-    training = optional_input(node, 2)
-    if training is not None and scalar(training) != 0:
-        raise NotAttention("a Dropout that is in training mode, or may be")
-    return True
+    if is_op(node, "Cast"):
+        for end, value in (("from", input_of(node)), ("to", node.outputs[0])):
+            if value.dtype is None or not value.dtype.is_floating_point():
+                raise NotAttention(f"the {name} are cast {end} {value.dtype}")
+    elif is_op(node, "Dropout"):
+        training = optional_input(node, 2)
+        if training is not None and scalar(training) != 0:
+            raise NotAttention("a Dropout that is in training mode, or may be")
+    return is_op(node, "Cast", "Dropout")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from attnforge.export.attention.contraction import Contraction, contraction_of, is_product
-from attnforge.export.attention.layout import Layout, after_view, before_view, is_view
+from attnforge.export.attention.layout import Layout, after_view, before_view
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import VIEWS, dependent_on_inputs, input_of, inputs_of, is_op, upstream
 from attnforge.export.graphs.sizes import ONE, LayoutError, sizes_of
@@ -136,7 +136,7 @@ def _origins_after(node: ir.Node, value: ir.Value, origins: Origins, output: ir.
         return None
     try:
         before, sizes = sizes_of(value), sizes_of(output)
-        if is_view(node):
+        if is_op(node, *VIEWS):
             layout = Layout.fresh(value)
             after = after_view(node, layout)  # before dims are read, which it may split
             dims = [*zip(layout.dims, origins, strict=True)]
@@ -222,7 +222,7 @@ def _before(node: ir.Node, axis: int, computed: set[ir.Value]) -> list[tuple[ir.
     two computed tensors."""
     result, source = node.outputs[0], input_of(node)
     sizes = sizes_of(result)
-    if is_view(node):
+    if is_op(node, *VIEWS):
         after = Layout.fresh(result)
         before, wanted = before_view(node, after), set(after.dims[axis])
         return [(source, i) for i, dim in enumerate(before.dims) if not wanted.isdisjoint(dim)]

@@ -154,14 +154,13 @@ class Ended:
     operands: tuple[Operand, ...] = ()
 
 
-def walk_to_product(position: Position, steps: Steps | None = None) -> Scores | Ended:
+def walk_to_product(position: Position, steps: Steps = Steps()) -> Scores | Ended:
     """Walk from the scores back to the product of query and key.
 
     Args:
         position: the scores, such as the input of the softmax.
         steps: what the graph does to the scores from here to the softmax; by default nothing.
     """
-    steps = steps or Steps()
     try:
         while True:
             node = position.value.producer()
@@ -179,10 +178,17 @@ def walk_to_product(position: Position, steps: Steps | None = None) -> Scores | 
                 if shift is None:
                     return _from_sum(node, position, steps)
                 position = replace(position, value=input_of(node), also_used_by=position.also_used_by | shift)
-            elif keeps_numbers(node):
+            elif is_op(node, *VIEWS):
                 position = replace(position, value=input_of(node), layout=before_view(node, position.layout))
+            elif keeps_numbers(node, "scores"):
+                position = _before(node, position, input_of(node))
+            elif is_op(node, *_HANDLERS):
+                source, steps = _HANDLERS[node.op_type](node, position, steps)
+                position = _before(node, position, source)
             else:
-                position, steps = _past(node, position, steps)
+                raise NotAttention(
+                    f"the scores come from {node.op_type}, not from an inner product of a query and a key"
+                )
     except (NotAttention, LayoutError) as error:
         return Ended(str(error), steps)
 
@@ -192,7 +198,8 @@ def _feeds_softmaxes(value: ir.Value) -> bool:
     as where one product serves attention in both directions."""
     readers = {use.node for use in value.uses() if use.node.op_type != "Shape"}
     return not value.is_graph_output() and all(
-        is_op(node, "Softmax") or (is_op(node, *VIEWS, "Dropout", *_HANDLERS) and _feeds_softmaxes(node.outputs[0]))
+        is_op(node, "Softmax")
+        or (is_op(node, *VIEWS, "Cast", "Dropout", *_HANDLERS) and _feeds_softmaxes(node.outputs[0]))
         for node in readers
     )
 
@@ -213,14 +220,6 @@ Handler = Callable[[ir.Node, Position, Steps], tuple[ir.Value, Steps]]
 Raises:
     NotAttention: the operator does something that no canonical node does.
 """
-
-
-def _past(node: ir.Node, position: Position, steps: Steps) -> tuple[Position, Steps]:
-    handler = _HANDLERS.get(node.op_type) if node.domain == "" else None
-    if handler is None:
-        raise NotAttention(f"the scores come from {node.op_type}, not from an inner product of a query and a key")
-    source, steps = handler(node, position, steps)
-    return _before(node, position, source), steps
 
 
 def _before(node: ir.Node, position: Position, source: ir.Value) -> Position:
@@ -289,20 +288,12 @@ def _check_not_multiplied(steps: Steps) -> None:
         )
 
 
-def _cast(node: ir.Node, position: Position, steps: Steps) -> tuple[ir.Value, Steps]:
-    source = input_of(node)
-    if source.dtype is None or not source.dtype.is_floating_point():
-        raise NotAttention(f"the scores are cast from {source.dtype}")
-    return source, steps
-
-
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("Mul", "Div"), _scale),
     "Neg": lambda node, position, steps: (input_of(node), replace(steps, scale=-steps.scale)),
     "Tanh": _tanh,
     **dict.fromkeys(("Max", "Clip"), _floor),
     "Where": _where,
-    "Cast": _cast,
 }
 
 

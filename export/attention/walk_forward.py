@@ -19,7 +19,7 @@ from attnforge.export.attention.layout import Axis, Dims, Layout, after_view
 from attnforge.export.attention.operands import Operand, Position, factor_of, keeps_numbers, scalar
 from attnforge.export.attention.walk_back import Ended, Fill, Sink, Steps
 from attnforge.export.graphs.attention import NotAttention
-from attnforge.export.graphs.nodes import constant_input, constant_of, inputs_of, is_op
+from attnforge.export.graphs.nodes import VIEWS, constant_input, constant_of, inputs_of, is_op
 from attnforge.export.graphs.sizes import LayoutError, sizes_of
 
 
@@ -119,17 +119,17 @@ def _from_product(node: ir.Node, position: Position, steps: Steps) -> Weights:
 def _past(node: ir.Node, position: Position, steps: Steps) -> tuple[Position, Steps]:
     """The position after `node`, and the steps with this operator's added."""
     result, layout, axis = node.outputs[0], position.layout, position.softmax_axis
-    if keeps_numbers(node):
-        layout = after_view(node, layout)
-    elif is_op(node, "Slice"):
+    if is_op(node, *VIEWS):
+        return Position(result, after_view(node, layout), axis), steps
+    if is_op(node, "Slice"):
         axis, layout = _without_sinks(node, position, steps.sink)
-        steps = replace(steps, sink=None)
-    elif node.domain == "" and (handler := _HANDLERS.get(node.op_type)) is not None:
-        steps = handler(node, position, steps)
-        if sizes_of(result) != layout.sizes():
-            raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
-    else:
+        return Position(result, layout, axis), replace(steps, sink=None)
+    if is_op(node, *_HANDLERS):
+        steps = _HANDLERS[node.op_type](node, position, steps)
+    elif not keeps_numbers(node, "attention weights"):
         raise NotAttention(f"the attention weights go through {node.op_type} before they meet the values")
+    if sizes_of(result) != layout.sizes():
+        raise NotAttention(f"{node.op_type} broadcasts the attention weights to a larger shape")
     return Position(result, layout, axis), steps
 
 
@@ -162,17 +162,9 @@ def _scale(node: ir.Node, position: Position, steps: Steps) -> Steps:
     return steps.masked(Fill(*position.condition(condition), multiplied=True))
 
 
-def _cast(node: ir.Node, position: Position, steps: Steps) -> Steps:
-    dtype = node.outputs[0].dtype
-    if dtype is None or not dtype.is_floating_point():
-        raise NotAttention(f"the attention weights are cast to {dtype}")
-    return steps
-
-
 _HANDLERS: dict[str, Callable[[ir.Node, Position, Steps], Steps]] = {
     **dict.fromkeys(("Mul", "Div"), _scale),
     "Where": _where,
-    "Cast": _cast,
 }
 
 
