@@ -28,6 +28,9 @@ QUERY, KEY, VALUE = ("B", "H", "n_q", "d_k"), ("B", "H_kv", "n_k", "d_k"), ("B",
 SCORES, OUTPUT = ("B", "H", "n_q", "n_k"), ("B", "H", "n_q", "d_v")
 """Dim names of the canonical tensors; H_kv stands for H'."""
 
+ROWS = ("B", "H", "n_q", "")
+"""Dim names of a tensor with one number per query."""
+
 MASK_STEP = "attnforge.mask_step"
 """Metadata of the nodes that compute a mask, in the order in which the author applied them to the scores: `bias` on an
 Add, `fill` on a Where that replaces scores with a number. A finite fill differs from a finite bias: a fully masked

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import onnx_ir as ir
 
-from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, SiteAxes, SiteWriter, attention_node
+from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, ROWS, VALUE, SiteAxes, SiteWriter, attention_node
 from attnforge.export.attention.layout import Dims, Layout, after_views
-from attnforge.export.attention.masking import (
-    all_of,
-    allowed,
-    any_key,
-    mask_of,
-    masks_nothing,
-    settle_fills_with_sinks,
-    settle_zeroing,
-    with_sinks,
-    with_zeros,
-    within,
-)
+from attnforge.export.attention.masking import is_idle, mask_of, settled, with_one_mask, with_sinks, with_zeros, zeroed
 from attnforge.export.attention.operands import Operand, strip_factors
-from attnforge.export.attention.walk_back import Scores, Steps
+from attnforge.export.attention.walk_back import Scores
 from attnforge.export.attention.walk_forward import Weights
-from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, reach, read, scale_of
-from attnforge.export.graphs.build import Builder, broadcast_like, constant, insert, like, replace_value
+from attnforge.export.graphs.attention import NotAttention, Reading, merged_heads, read, scale_of
+from attnforge.export.graphs.build import Builder, constant, insert, like, replace_value
 from attnforge.export.graphs.nodes import input_of, is_op, is_used, optional_input, rank_of
 from attnforge.export.graphs.sizes import ONE, sizes_of
-
-ROWS = ("B", "H", "n_q", "")
-"""Dim names of a tensor with one number per query."""
 
 
 def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_dtype: ir.DataType | None) -> None:
@@ -46,7 +30,7 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         NotAttention: the site does something that no canonical node does.
         LayoutError: an operand varies along an axis that no canonical operand has, or a size cannot be computed.
     """
-    score_steps, weight_steps = settle_zeroing(scores.steps, weights.steps)
+    score_steps, weight_steps = settled(scores.steps, weights.steps)
     value_factor, value = strip_factors(weights.value)
     query_factor, query = _stripped(scores.query, value.value.dtype)
     key_factor, key = _stripped(scores.key, value.value.dtype)
@@ -59,8 +43,6 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
     scale = scores.steps.scale * query_factor * key_factor
     axes = _axes(scores, weights, *(operand.layout for operand in operands))
     sink = score_steps.sink
-    if sink is not None:
-        score_steps = settle_fills_with_sinks(score_steps)
 
     def build(op: Builder) -> ir.Value:
         writer = SiteWriter(op, axes, dtype, [(o.value, o.layout) for o in operands])
@@ -82,23 +64,10 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         if (factor := weight_steps.scale * value_factor) != 1.0:
             result = like(op.Mul(result, constant(op, factor, dtype)), result)
         result = writer.scaled(result, weight_steps.tensor_scales, *ROWS)
-        result = _zeroed(writer, result, weight_steps)
+        result = zeroed(writer, result, weight_steps)
         return writer.arranged(Operand(result, axes.layout(*OUTPUT)), output.layout)
 
     replace_value(output.value, insert(graph, weights.product, build))
-
-
-def _zeroed(writer: SiteWriter, result: ir.Value, steps: Steps) -> ir.Value:
-    """The output with zeros for the queries that the graph zeroes after the softmax."""
-    op = writer.op
-    zeros = constant(op, 0.0, writer.dtype)
-    for zeroing in steps.fills:
-        if zeroing.by_key:  # zero where it excludes all keys of a query
-            result = like(op.Where(any_key(op, allowed(writer, zeroing)), result, zeros), result)
-        else:
-            rows = writer.broadcastable(zeroing.condition, *ROWS)
-            result = like(op.Where(rows, *((zeros, result) if zeroing.inverted else (result, zeros))), result)
-    return result
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
@@ -161,9 +130,6 @@ def shared_heads(heads: Dims, key: Layout, value: Layout) -> Dims:
 # Rewrite the attention operators of exporters and other tools to the canonical node (:mod:`.canonical`).
 
 
-BOOL = ir.DataType.BOOL
-
-
 def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical already, apart from its scale."""
     query, key, value, mask, *others = (optional_input(node, i) for i in range(7))
@@ -171,17 +137,13 @@ def is_standard(node: ir.Node) -> bool:
         return False
     if mask is not None:  # on four dims, the last as long as the keys or one, and it masks something
         is_whole = rank_of(mask) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(input_of(node, 1))[2])
-        if not is_whole or _is_idle(mask) or node.attributes.get_int("is_causal"):
+        if not is_whole or is_idle(mask) or node.attributes.get_int("is_causal"):
             return False
     return (
         all(v is None for v in others)
         and not any(is_used(output) for output in node.outputs[1:])
         and not {"left_window_size", "right_window_size"} & set(node.attributes)
     )
-
-
-def _is_idle(mask: ir.Value) -> bool:
-    return masks_nothing(mask, attends=mask.dtype == BOOL)
 
 
 def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
@@ -201,32 +163,13 @@ def standard(graph: ir.Graph, node: ir.Node, name: str) -> None:
         reading = read(op, node)
         if reading.in_buffer:
             raise NotAttention(f"a {node.op_type} with a cache, whose buffer may be longer than the keys in it")
-        return _from_reading(op, reading, name), *reading.present
+        if reading.sinks is not None:
+            raise NotAttention("a GroupQueryAttention with attention sinks")
+        reading, mask = with_one_mask(op, reading)
+        result = attention_node(op, name, reading, mask)
+        return (merged_heads(op, result) if reading.packed_output else result), *reading.present
 
     for old, new in zip(node.outputs, insert(graph, node, build, stem=f"{name}/operands"), strict=False):
         if old is node.outputs[0] or is_used(old):
             like(old, new)
             replace_value(old, new)
-
-
-def _from_reading(op: Builder, reading: Reading, name: str) -> ir.Value:
-    if reading.sinks is not None:
-        raise NotAttention("a GroupQueryAttention with attention sinks")
-    masks = [mask for mask in reading.masks if not _is_idle(mask)]
-    # With a mask, causality becomes part of it: both together may mask a row fully that neither masks alone.
-    plain_causal = reading.is_causal and reading.offset is None and not reading.is_windowed and not masks
-    if (reading.is_causal and not plain_causal) or reading.is_windowed:
-        masks.append(all_of(op, reach(op, reading)))
-    are_nan = reading.silent_rows_are_nan and bool(masks)
-    reading = replace(reading, is_causal=plain_causal, silent_rows_are_nan=are_nan)
-    result = attention_node(op, name, reading, _joined(op, masks))
-    return merged_heads(op, result) if reading.packed_output else result
-
-
-def _joined(op: Builder, masks: list[ir.Value]) -> ir.Value | None:
-    """Combine masks into one mask; None if there are none."""
-    conditions = [mask for mask in masks if mask.dtype == BOOL]
-    mask = None
-    for bias in (mask for mask in masks if mask.dtype != BOOL):
-        mask = bias if mask is None else broadcast_like(op.Add(mask, bias), mask, bias)
-    return within(op, all_of(op, conditions), mask) if conditions else mask

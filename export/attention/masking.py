@@ -10,12 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.arrays import Array
-from attnforge.export.attention.canonical import MASK_STEP, SCORES, SiteWriter
+from attnforge.export.attention.canonical import MASK_STEP, ROWS, SCORES, SiteWriter
 from attnforge.export.attention.layout import Layout, before_views
 from attnforge.export.attention.operands import Operand, factor_of, same_value, without_not
 from attnforge.export.attention.softmax import one_axis
 from attnforge.export.attention.walk_back import Bias, Fill, Sink, Steps
-from attnforge.export.graphs.attention import NotAttention
+from attnforge.export.graphs.attention import NotAttention, Reading, reach
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, resized, typed
 from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, maker_of, optional_input
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
@@ -30,13 +30,14 @@ common, is -9984 in bfloat16."""
 # --- masks that a canonical node can represent ------------------------------------------------------------------------
 
 
-def settle_zeroing(scores: Steps, weights: Steps) -> tuple[Steps, Steps]:
-    """Drop the zeroing of weights whose keys a mask already excludes before the softmax.
+def settled(scores: Steps, weights: Steps) -> tuple[Steps, Steps]:
+    """The steps without the zeroing of weights whose keys a mask already excludes before the softmax.
 
     The zeroing then matters only to fully masked rows, and the returned steps record how.
 
     Raises:
-        NotAttention: weights of other keys are zeroed too, so that the rest no longer sums to one.
+        NotAttention: weights of other keys are zeroed too, so that the rest no longer sums to one; with attention
+            sinks, a mask replaces scores by a finite number that is not very low, or a bias could be as low.
     """
     fills = scores.fills
     all_infinite = all(fill.number == -np.inf for fill in fills)
@@ -56,7 +57,8 @@ def settle_zeroing(scores: Steps, weights: Steps) -> tuple[Steps, Steps]:
                 left.append(zeroing)
         else:
             raise NotAttention("a mask is applied to the weights after the softmax, so they no longer sum to one")
-    return scores, _settle_rows(scores, replace(weights, masking=tuple(left)))
+    weights = _settle_rows(scores, replace(weights, masking=tuple(left)))
+    return (scores if scores.sink is None else _settle_fills_with_sinks(scores)), weights
 
 
 def _is_a_score(step: Bias | Fill) -> bool:
@@ -122,12 +124,8 @@ def _same_keys(zeroing: Fill, fill: Fill) -> bool:
     return zeroing.inverted == fill.inverted and a.layout.dims == b.layout.dims and same_value(a.value, b.value)
 
 
-def settle_fills_with_sinks(scores: Steps) -> Steps:
-    """Replace very low fills by -inf: with a sink no row is fully masked, so both exclude a key alike.
-
-    Raises:
-        NotAttention: a mask replaces scores by a higher finite number, or a bias could be as low.
-    """
+def _settle_fills_with_sinks(scores: Steps) -> Steps:
+    """Replace very low fills by -inf: with a sink no row is fully masked, so both exclude a key alike."""
     fills = scores.fills
     for fill in fills:
         if fill.number != -np.inf and (fill.number > NEGLIGIBLE or len(fills) < len(scores.masking)):
@@ -147,7 +145,7 @@ def mask_of(writer: SiteWriter, scores: Steps) -> ir.Value | None:
         None if nothing masks the scores.
     """
     op, dtype = writer.op, writer.dtype
-    masking = [step for step in scores.masking if not _is_idle(step)]
+    masking = [step for step in scores.masking if not _changes_nothing(step)]
     fills = [step for step in masking if isinstance(step, Fill)]
     if len(fills) == len(masking) and all(fill.number == -np.inf for fill in fills):
         return all_of(op, (allowed(writer, fill) for fill in reversed(fills))) if fills else None
@@ -164,22 +162,42 @@ def mask_of(writer: SiteWriter, scores: Steps) -> ir.Value | None:
     return mask
 
 
-def _is_idle(step: Bias | Fill) -> bool:
+def with_one_mask(op: Builder, reading: Reading) -> tuple[Reading, ir.Value | None]:
+    """Join the masks of a reading, its causality and its window into one mask; None if causality alone, or nothing,
+    masks the scores."""
+    masks = [mask for mask in reading.masks if not is_idle(mask)]
+    # With a mask, causality becomes part of it: both together may mask a row fully that neither masks alone.
+    plain_causal = reading.is_causal and reading.offset is None and not reading.is_windowed and not masks
+    if (reading.is_causal and not plain_causal) or reading.is_windowed:
+        masks.append(all_of(op, reach(op, reading)))
+    are_nan = reading.silent_rows_are_nan and bool(masks)
+    conditions = [mask for mask in masks if mask.dtype == BOOL]
+    joined = None
+    for bias in (mask for mask in masks if mask.dtype != BOOL):
+        joined = bias if joined is None else broadcast_like(op.Add(joined, bias), joined, bias)
+    if conditions:
+        joined = within(op, all_of(op, conditions), joined)
+    return replace(reading, is_causal=plain_causal, silent_rows_are_nan=are_nan), joined
+
+
+def _changes_nothing(step: Bias | Fill) -> bool:
     """Whether a step changes no score."""
     if isinstance(step, Bias):
-        return step.floor <= 0 and masks_nothing(step.operand.value, attends=False)
-    return masks_nothing(step.condition.value, attends=not step.inverted)
+        return step.floor <= 0 and is_idle(step.operand.value, attends=False)
+    return is_idle(step.condition.value, attends=not step.inverted)
 
 
-def masks_nothing(mask: ir.Value, *, attends: bool) -> bool:
+def is_idle(mask: ir.Value, attends: bool | None = None) -> bool:
     """Whether a mask repeats a constant that lets every query attend to every key, or adds zero to every score.
 
     transformers creates such masks for images. Without them, kernels are faster and do not materialise the scores.
 
     Args:
         mask: boolean, or added to the scores.
-        attends: whether True lets a query attend; False for an additive mask, where zero does.
+        attends: whether True lets a query attend; False for an additive mask, where zero does. By default, whether
+            the mask is boolean.
     """
+    attends = mask.dtype == BOOL if attends is None else attends
     value: ir.Value | None = mask
     while value is not None and (node := value.producer()) is not None and node.op_type in REPEATS:
         value = node.inputs[0]
@@ -220,6 +238,19 @@ def any_key(op: Builder, mask: ir.Value) -> ir.Value:
         open_keys = op.Greater(mask, constant(op, -np.inf, mask.dtype))
     some = op.ReduceMax(op.Cast(open_keys, to=INT32.value), constant(op, [-1]), keepdims=1)
     return typed(op.Cast(some, to=BOOL.value), BOOL, [*dims_of(mask)[:-1], 1])
+
+
+def zeroed(writer: SiteWriter, result: ir.Value, steps: Steps) -> ir.Value:
+    """The output with zeros for the queries that the graph zeroes after the softmax."""
+    op = writer.op
+    zeros = constant(op, 0.0, writer.dtype)
+    for zeroing in steps.fills:
+        if zeroing.by_key:  # zero where it excludes all keys of a query
+            result = like(op.Where(any_key(op, allowed(writer, zeroing)), result, zeros), result)
+        else:
+            rows = writer.broadcastable(zeroing.condition, *ROWS)
+            result = like(op.Where(rows, *((zeros, result) if zeroing.inverted else (result, zeros))), result)
+    return result
 
 
 def _step(op: Builder, op_type: str, inputs: list[ir.Value], kind: str) -> ir.Value:
