@@ -6,16 +6,16 @@ A softmax over keys does not change if one number is added to all scores of a qu
 step computes from the positions of its tokens and of its cache.
 
 The bias is read from the mask's graph, backwards by the functions of :mod:`~attnforge.export.masks.reader`: every
-number in it is a line (:class:`Line`), the same one for all pairs or one per condition on them. What is not recognised
-has no slopes.
+number in it is a linear expression over the scores, or several of which each holds for some pairs. What is not
+recognised has no slopes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial, reduce
-from math import inf
+from collections.abc import Callable
+from fractions import Fraction
+from functools import reduce
+from math import inf, isnan
 
 import islpy as isl
 import ml_dtypes
@@ -28,12 +28,12 @@ from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of
 from attnforge.export.lowering.attention import ByHead
-from attnforge.export.masks.affine import Affine, Atom, Dim, Variable
+from attnforge.export.masks.affine import Affine, Dim, Variable
 from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
 from attnforge.export.masks.reader import BOOL, Interpreter, Reader
 from attnforge.export.masks.regions import fit
-from attnforge.export.masks.scores import PAIR, Scores
+from attnforge.export.masks.scores import MOST_OPERATIONS, PAIR
 from attnforge.export.masks.visibility import Visibility, scores_index
 
 
@@ -45,27 +45,9 @@ class TooFewPositions(UsageError):
     """A table of biases that ends before the cache does."""
 
 
-Line = Array
-"""A number over the scores of a site, `(4, heads)` or `(4, 1)`: its constant term, and its factors of the query's
-index, of the key's index and of the number of tokens."""
-
-CONSTANT, QUERY, KEY, COUNT = range(4)
-
-
-def constant(number: Array | float) -> Line:
-    """The line that is the same number for all pairs, which may differ by head."""
-    line = np.zeros((4, np.size(number)))
-    line[CONSTANT] = number
-    return line
-
-
-def number_of(line: Line) -> Array | None:
-    """The value of a line for all pairs, by head; None if it differs between pairs."""
-    return None if line[QUERY:].any() else line[CONSTANT]
-
-
-Cases = list[tuple[isl.Set, Line]]
-"""Lines with the conditions under which each applies. For every pair, one condition is True."""
+Line = isl.PwAff
+"""A number over the scores of a head, which is linear for all pairs or for each of several cases. It is minus infinity
+outside of its domain."""
 
 
 def slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, ByHead]:
@@ -98,64 +80,84 @@ def _slopes_of(node: ir.Node, symbol: str, capacity: int) -> tuple[Visibility, B
     n_q, n_k = (Affine.dim(dims_of(value)[2]) for value in (query, key))
     reader = _Lines(n_q, n_k, symbol, capacity, heads)
     scores = reader.scores
-    cases = reader.read(mask, scores_index(scores, mask, query, key))
-    shown = [(case, line) for case, line in cases if not reader.is_hidden(line)]
-    seen = reduce(isl.Set.union, (case for case, _ in shown), scores.never)
+    lines = reader.read(mask, scores_index(scores, mask, query, key))
+    shown = [reader.where(line, is_hidden=False) for line in lines]
+    seen = reduce(isl.Set.union, (line.domain() for line in shown))
     if node.attributes.get_int("is_causal", 0):
         seen = seen.intersect(scores.query.ge_set(scores.key))
     regions, is_exact = fit(scores, scores.may(seen))
     if not is_exact or not scores.may(scores.opposite(seen)).intersect(scores.may(seen)).is_empty():
         raise NotByDistance("which keys it hides depends on more than positions")
-    bias = reader.arithmetic.common([(case.intersect(seen), line) for case, line in shown])
-    least = reader.bounds(_at_own_key(bias))[0]
-    if any(reader.bounds(line)[1] > least + NEGLIGIBLE for _, line in cases if reader.is_hidden(line)):
+    seen = seen.intersect(scores.universe)
+    slopes = [reader.slope(line, seen) for line in shown]
+    own = seen.intersect(scores.query.eq_set(scores.key))
+    least = min(reader.bounds(line.intersect_domain(own))[0] for line in shown)
+    if any(reader.bounds(reader.where(line, is_hidden=True))[1] > least + NEGLIGIBLE for line in lines):
         raise NotByDistance("what it adds to hidden keys is not low enough compared to its bias")
-    slopes = np.broadcast_to(bias[KEY], heads)
-    return Visibility(regions, frozenset(), "never", n_q, n_k), tuple(float(slope) for slope in slopes)
-
-
-def _at_own_key(line: Line) -> Line:
-    """The value of a line at the query's own key."""
-    result = line.copy()
-    result[QUERY], result[KEY] = line[QUERY] + line[KEY], 0
-    return result
+    return Visibility(regions, frozenset(), "never", n_q, n_k), tuple(slopes * (heads // len(slopes)))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 _LINEAR = {*MOVES, "Abs", "Add", "Cast", "Clip", "Div", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Where"}
-"""Operators of which lines give lines, or one for each of several cases."""
+"""Operators of which lines give lines."""
+
+MOST_CASES = 16
+"""Maximum number of cases of a number; with more, it is unknown."""
 
 
-class _Lines(Interpreter[Cases]):
-    """Reads an additive mask as lines, at positions that may depend on the number of tokens, which is bounded by the
-    capacity of the cache."""
+class _Lines(Interpreter[list[Line]]):
+    """Reads an additive mask as a line for each head, or one for all heads, at positions that may depend on the number
+    of tokens, which is bounded by the capacity of the cache. Rounding errors are ignored."""
 
     refusal = NotByDistance
 
     def __init__(self, n_q: Affine, n_k: Affine, symbol: str, capacity: int, heads: int) -> None:
         super().__init__(Reader(n_q, n_k))
-        self.arithmetic = _Arithmetic(self.scores, (*PAIR, Dim(symbol)))
+        self.arithmetic = self
+        self.atoms = {*PAIR, Variable.HEAD, Dim(symbol)}
         self.capacity, self.heads = capacity, heads
+        self.scores.context.set_max_operations(MOST_OPERATIONS * heads)
         count, head = self.scores.whole(Affine.atom(Dim(symbol))), self.scores.head
         self.scores.assume(count.le_set(self.scores.constant(capacity)))
         self.scores.assume(head.lt_set(self.scores.constant(heads)))
 
+    def _is_line(self, x: Affine) -> bool:
+        return self.atoms.issuperset(dict(x.terms))
+
     def bounds(self, line: Line) -> tuple[float, float]:
-        """The bounds of a line over all heads and numbers of tokens."""
-        ends = []
-        for count in (1, self.capacity):
-            first, last = line.T * (1, 0, 0, count), line.T * (1, count - 1, count - 1, count)
-            ends += [np.minimum(first, last).sum(1).min(), np.maximum(first, last).sum(1).max()]
-        return float(min(ends)), float(max(ends))
+        """The least and the largest number, other than minus infinity."""
+        least, most = inf, -inf
+        for domain, x in line.get_pieces():
+            unit = x.get_denominator_val()
+            ends = self.scores.bounds(isl.PwAff.from_aff(x.scale_val(unit)).intersect_domain(domain))
+            least, most = min(least, ends[0] / unit.to_python()), max(most, ends[1] / unit.to_python())
+        return least, most
 
-    def is_hidden(self, line: Line) -> bool:
-        return self.bounds(line)[1] <= NEGLIGIBLE
+    def where(self, line: Line, is_hidden: bool) -> Line:
+        """The cases in which a line hides keys, or in which it does not."""
+        for domain, x in line.get_pieces():
+            if (self.bounds(isl.PwAff.from_aff(x).intersect_domain(domain))[1] <= NEGLIGIBLE) != is_hidden:
+                line = line.subtract_domain(domain)
+        return line
 
-    def _uncached(self, value: ir.Value, index: Index) -> Cases:
+    def slope(self, line: Line, seen: isl.Set) -> float:
+        """The slope of a line over the visible pairs.
+
+        Raises:
+            NotByDistance: it is not the same for all.
+        """
+        own = self.scores.query.eq_set(self.scores.key)
+        pieces = line.intersect_domain(seen).get_pieces()
+        apart = [x for domain, x in pieces if not domain.is_subset(own)] or [x for _, x in pieces]
+        if apart and seen.is_subset(line.eq_set(isl.PwAff.from_aff(apart[0]))):
+            return float(Fraction(str(apart[0].get_coefficient_val(isl.dim_type.in_, 1))))
+        raise NotByDistance("it is not one line over the visible keys")
+
+    def _uncached(self, value: ir.Value, index: Index) -> list[Line]:
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
-            return [(self.scores.always, self._of_table(value, tensor.numpy(), index))]
+            return self._of_table(value, tensor.numpy(), index)
         if (known := self._of_number(self.reader.number(value, index))) is not None:
             return known
         node = value.producer()
@@ -167,39 +169,36 @@ class _Lines(Interpreter[Cases]):
             raise NotByDistance(f"{value.name!r} is rounded to integers")
         return self._handled(node, index)
 
-    def _of_number(self, number: Number) -> Cases | None:
-        """The cases of a number that is known without a table; None for others."""
-        sums = [(domain, self.scores.sum_of(x)) for domain, x in number.whole.get_pieces()]
-        lines = [(domain, None if x is None else self._of_expression(x)) for domain, x in sums]
-        numbers = [(domain, bounds.number) for domain, bounds in number.rest]
-        lines += [(domain, None if x is None else constant(x)) for domain, x in numbers]
-        known = [(domain, line) for domain, line in lines if line is not None]
-        return known if len(known) == len(lines) else None
-
-    def _of_expression(self, x: Affine) -> Line | None:
-        """An integer as a line; None if it depends on more than heads, queries, keys and the number of tokens."""
-        line = np.zeros((4, self.heads))
-        line[CONSTANT] = x.number
-        for atom, factor in x.terms:
-            if atom == Variable.HEAD:
-                line[CONSTANT] += factor * np.arange(self.heads)
-            elif atom in self.arithmetic.atoms:
-                line[QUERY + self.arithmetic.atoms.index(atom)] = factor
-            else:
+    def _of_number(self, number: Number) -> list[Line] | None:
+        """The lines of a number that is known without a table; None for others."""
+        lines = self.constant(-inf)
+        for domain, piece in number.whole.get_pieces():
+            x = self.scores.sum_of(piece)
+            if x is None or not self._is_line(x):
                 return None
-        return line
+            lines = self.choose(domain, self._by_head(x), lines)
+        for domain, bounds in number.rest:
+            if bounds.number is None:
+                return None
+            lines = self.choose(domain, self.constant(bounds.number), lines)
+        return lines
 
-    def _of_table(self, value: ir.Value, table: Array, index: Index) -> Line:
-        """The line of a constant, which may differ by head and is evenly spaced along its other dims, within the
+    def _by_head(self, x: Affine) -> list[Line]:
+        """An expression for each head, or for all."""
+        factor = dict(x.terms).get(Variable.HEAD, 0)
+        numbers = range(self.heads if factor else 1)
+        return [self.scores.whole(x + (Affine(head) - Affine.atom(Variable.HEAD)) * factor) for head in numbers]
+
+    def _of_table(self, value: ir.Value, table: Array, index: Index) -> list[Line]:
+        """The lines of a constant, which may differ by head and is evenly spaced along its other dims, within the
         precision of its type."""
         along: list[Affine] = []
-        ends: list[int] = []
         numbers, by_head = table, False
         for axis, at in reversed(list(enumerate(index))):
-            position = self.scores.closed(at)
+            position, size = self.scores.closed(at), table.shape[axis]
             if position is None:
                 raise NotByDistance(f"where {value.name!r} is read is not known")
-            fixed, size = position.constant, table.shape[axis]
+            fixed = position.constant
             if fixed is not None and not 0 <= fixed < size:
                 raise NotByDistance(f"{value.name!r} is read beyond its end")
             if fixed is not None or size == 1:
@@ -208,22 +207,21 @@ class _Lines(Interpreter[Cases]):
                 numbers, by_head = np.moveaxis(numbers, axis, -1), True
             else:
                 along.insert(0, position)
-                ends.insert(0, size)
         if not by_head:
             numbers = numbers[..., None]
         if not along:
-            return constant(numbers.astype(np.float64))
-        lines = [line for position in along if (line := self._of_expression(position)) is not None]
-        if len(lines) < len(along):
+            return self.constant(numbers)
+        if not all(map(self._is_line, along)):
             raise NotByDistance(f"where {value.name!r} is read is not known")
         kind = table.dtype  # numbers err by up to a unit in the last place of its mantissa
         ulp = 0.0 if kind.kind in "iu" else 2.0 ** -int(ml_dtypes.finfo(kind).nmant)  # type: ignore[no-untyped-call]
         if (fitted := evenly(numbers, ulp)) is None:
             raise NotByDistance(f"{value.name!r} is a table whose steps are not equal")
-        for position, size in zip(along, ends, strict=True):
+        lines, steps = self.constant(fitted[0]), fitted[1]
+        for position, size, step in zip(along, numbers.shape, steps, strict=False):
             self._check_inside(value, position, size)
-        first, steps = fitted
-        return sum((line * step for line, step in zip(lines, steps, strict=True)), constant(first))
+            lines = self.compute("Add", lines, self.compute("Mul", self._by_head(position), self.constant(step)))
+        return lines
 
     def _check_inside(self, value: ir.Value, position: Affine, size: int) -> None:
         """Check that a table is read within its bounds up to the capacity of the cache.
@@ -239,6 +237,69 @@ class _Lines(Interpreter[Cases]):
                 f"{value.name} has biases for {size} positions and the cache has {self.capacity}; give a smaller "
                 "cache_tokens"
             )
+
+    # --- arithmetic, in place of that of numbers (:class:`~attnforge.export.masks.numbers.Arithmetic`)
+
+    def constant(self, numbers: Array | float) -> list[Line]:
+        """The same number for all pairs, which may differ by head."""
+        lines = []
+        for number in np.atleast_1d(np.asarray(numbers, np.float64)).tolist():
+            if number == inf or isnan(number):
+                raise NotByDistance(f"it adds {number}")
+            line = self.scores.constant(0 if number == -inf else Fraction(number))
+            lines.append(line.intersect_domain(self.scores.never) if number == -inf else line)
+        return lines
+
+    def stored(self, lines: list[Line], dtype: ir.DataType | None) -> list[Line]:
+        return lines
+
+    def choose(self, condition: isl.Set, yes: list[Line], no: list[Line]) -> list[Line]:
+        """`yes` where a condition is True, else `no`."""
+
+        def chosen(x: Line, y: Line) -> Line:
+            return x.intersect_domain(condition).union_add(y.subtract_domain(condition))
+
+        return self._for_each(chosen, yes, no)
+
+    def compute(self, op_type: str, a: list[Line], b: list[Line]) -> list[Line]:
+        """Compute Add, Sub, Mul, Ratio, Max or Min.
+
+        Raises:
+            NotByDistance: the result is not a line, or one of too many cases.
+        """
+        functions = {
+            "Add": isl.PwAff.add, "Sub": self._difference, "Mul": self._product, "Ratio": self._ratio,
+            "Max": isl.PwAff.union_max, "Min": isl.PwAff.min,
+        }  # fmt: skip
+        return self._for_each(functions[op_type], a, b)
+
+    def _for_each(self, function: Callable[[Line, Line], Line], a: list[Line], b: list[Line]) -> list[Line]:
+        """Compute a function of lines for each head."""
+        count = max(len(a), len(b))
+        lines = [function(a[i % len(a)], b[i % len(b)]) for i in range(count)]
+        if any(line.n_piece() > MOST_CASES for line in lines):
+            raise NotByDistance("it has too many cases")
+        return lines
+
+    def _is_finite(self, line: Line) -> bool:
+        return self.scores.is_always(line.domain())
+
+    def _difference(self, a: Line, b: Line) -> Line:
+        if not self._is_finite(b):
+            raise NotByDistance("it subtracts minus infinity")
+        return a.sub(b)
+
+    def _product(self, a: Line, b: Line) -> Line:
+        for line, number in ((a, b), (b, a)):
+            is_factor = number.is_cst() and self._is_finite(number)
+            if is_factor and (self._is_finite(line) or self.bounds(number)[0] > 0):
+                return line.mul(number)
+        raise NotByDistance("it multiplies two numbers that differ by position")
+
+    def _ratio(self, a: Line, b: Line) -> Line:
+        if not b.is_cst() or not self.scores.is_always(b.ne_set(self.scores.constant(0))):
+            raise NotByDistance("it divides by a number that differs by position")
+        return self._product(a, self.scores.constant(1).div(b))
 
 
 def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
@@ -273,113 +334,3 @@ def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
         if not np.all(np.abs(numbers - even) <= 2 * ulp * (np.abs(numbers) + np.abs(near[head]))):
             return None
     return near - sum((i * step for i, step in zip(anchor, steps, strict=True)), np.zeros(1)), steps
-
-
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
-MOST_CASES = 16
-"""Maximum number of cases of a number; with more, it is unknown."""
-
-
-@dataclass(frozen=True)
-class _Arithmetic:
-    """Arithmetic of lines, in place of that of numbers (:class:`~attnforge.export.masks.numbers.Arithmetic`)."""
-
-    scores: Scores
-    atoms: tuple[Atom, ...]
-
-    def constant(self, number: float) -> Cases:
-        return [(self.scores.always, constant(number))]
-
-    def stored(self, cases: Cases, dtype: ir.DataType | None) -> Cases:
-        """The same numbers: rounding errors are ignored."""
-        return cases
-
-    def compute(self, op_type: str, a: Cases, b: Cases) -> Cases:
-        """Compute Add, Sub, Mul, Ratio, Max or Min.
-
-        Raises:
-            NotByDistance: the result is not a line, or one of too many.
-        """
-        if op_type in ("Max", "Min"):
-            return self._extreme(a, b, 1.0 if op_type == "Max" else -1.0)
-        function = _ON_LINES[op_type]
-        cases = self._possible([(x.intersect(y), function(line, other)) for x, line in a for y, other in b])
-        if len(cases) > MOST_CASES:
-            raise NotByDistance("it has too many cases")
-        return cases
-
-    def common(self, cases: Cases) -> Line:
-        """The line that all cases are. A case of queries and their own keys alone has to agree only there: at a
-        distance of 0, `|key − query|` may be read with either sign.
-
-        Raises:
-            NotByDistance: there is no such line.
-        """
-        cases = self._possible(cases)
-        own = self.scores.query.eq_set(self.scores.key)
-        apart = self._possible([(case.subtract(own), line) for case, line in cases]) or cases
-        is_close = partial(np.allclose, rtol=1e-12, atol=0)
-        if cases and all(is_close(line, apart[0][1]) for _, line in apart):
-            at_own, *others = (_at_own_key(line) for _, line in apart[:1] + cases)
-            if all(is_close(line, at_own) for line in others):
-                return apart[0][1]
-        raise NotByDistance("it is not one line over the visible keys")
-
-    def _extreme(self, a: Cases, b: Cases, sign: float) -> Cases:
-        """The larger of two numbers, or with a sign of -1 the smaller."""
-        result: Cases = []
-        for first, x in a:
-            for second, y in b:
-                both = first.intersect(second)
-                above = self._not_negative((x - y) * sign)
-                result += [(both.intersect(above), x), (both.subtract(above), y)]
-        return self._possible(result)
-
-    def _possible(self, cases: Cases) -> Cases:
-        return [(case, line) for case, line in cases if not self.scores.is_never(case)]
-
-    def choose(self, condition: isl.Set, yes: Cases, no: Cases) -> Cases:
-        """`yes` where a condition is True, else `no`."""
-        cases = [(case.intersect(condition), line) for case, line in yes]
-        return self._possible(cases + [(case.subtract(condition), line) for case, line in no])
-
-    def _not_negative(self, line: Line) -> isl.Set:
-        """Where a line is at least 0, which must be the same for all heads."""
-        if not line.any():
-            return self.scores.always
-        unit = next(line[row] for row in (QUERY, KEY, COUNT, CONSTANT) if line[row].any())
-        if (unit == 0).any() or (np.sign(unit) != np.sign(unit[0])).any():
-            raise NotByDistance("which of two numbers is larger differs by head")
-        ratios = line / np.abs(unit)
-        if not np.isfinite(ratios).all() or not np.allclose(ratios, np.rint(ratios[:, :1]), rtol=1e-12, atol=1e-12):
-            raise NotByDistance("which of two numbers is larger is not known")
-        number, *factors = (int(ratio) for ratio in np.rint(ratios[:, 0]))
-        x = Affine.of(number, dict(zip(self.atoms, factors, strict=True)))
-        return self.scores.whole(x).ge_set(self.scores.constant(0))
-
-
-def _product(a: Line, b: Line) -> Line:
-    """A line times a number, by head; factors of 0 stay 0, also times infinity."""
-    for line, other in ((a, b), (b, a)):
-        if (number := number_of(other)) is not None:
-            rows = np.asarray(line.any(1))
-            rows[CONSTANT] = True
-            result = np.zeros((4, max(line.shape[1], len(number))))
-            result[rows] = line[rows] * number
-            return result
-    raise NotByDistance("it multiplies two numbers that differ by position")
-
-
-def _ratio(a: Line, b: Line) -> Line:
-    if (number := number_of(b)) is None or not number.all():
-        raise NotByDistance("it divides by a number that differs by position")
-    return a * (1 / number)
-
-
-_ON_LINES: Mapping[str, Callable[[Line, Line], Line]] = {
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": _product,
-    "Ratio": _ratio,
-}

@@ -8,6 +8,7 @@ as an element of a padding mask, are *opaque*: a pair may be visible if it is fo
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 from functools import cached_property, reduce
 from typing import Literal
 
@@ -68,10 +69,10 @@ class Scores:
 
     # --- integers
 
-    def constant(self, number: int) -> Whole:
+    def constant(self, number: int | Fraction) -> Whole:
         return isl.PwAff.val_on_domain(self.always, self.value(number))
 
-    def value(self, number: int) -> isl.Val:
+    def value(self, number: int | Fraction) -> isl.Val:
         return isl.Val(str(number), context=self.context)
 
     def whole(self, x: Affine) -> Whole:
