@@ -32,7 +32,7 @@ from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
 from attnforge.export.decoding.distances import NotByDistance, TooFewPositions, slopes_of
 from attnforge.export.decoding.positions import look_up_positions
-from attnforge.export.decoding.tokens import check_by_token, kinds_of
+from attnforge.export.decoding.tokens import Kinds, check_by_token, kinds_of
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.build import Builder, constant, dims_of, insert, like, typed
 from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, inputs_of, is_op, maker_of, numpy_type, rank_of
@@ -96,7 +96,7 @@ def with_cache(
         raise UsageError(f"output {fixed[0].name} does not depend on the tokens; remove it from what forward returns")
     names = [str(a.node.name) for _, a in attended]
     numbering = check_by_token(graph, kinds, symbol, names, batch.symbol if isinstance(batch, DimSpec) else None)
-    products = last_products(graph, *kinds)
+    products = [last_products(output, kinds) for output in graph.outputs]
     past, kept = ir.Value(name=_unused(graph, PAST)), ir.Value(name=_unused(graph, KEPT, inputs))
     graph.inputs.append(typed(past, INT64, [_dim(batch)]))
     graph.inputs.append(typed(kept, INT64, [ir.SymbolicDim(str(kept.name))]))
@@ -371,54 +371,45 @@ KEPT = "kept"
 """Name of the input with the tokens of a call whose results are computed."""
 
 
-def last_products(graph: ir.Graph, by_token: set[ir.Value], by_count: set[ir.Value]) -> list[ir.Node | None]:
-    """For each output, the product with weights that computes it from each token, except for operators by element
-    after it; None if there is none that only this output reads.
+def last_products(output: ir.Value, kinds: Kinds) -> list[ir.Node]:
+    """The operators by element before an output, from the last, and the product with weights before these that
+    computes it from each token; none if something else reads their results.
 
     Args:
-        graph: a graph whose outputs are `(batch, tokens, …)`, and which computes them token by token.
-        by_token: values that depend on the contents of the model's inputs.
-        by_count: values that depend on the number of tokens only.
+        output: an output `(batch, tokens, …)` that is computed token by token.
+        kinds: the kinds of the graph's values.
     """
-    return [_product(output, by_token, by_count) for output in graph.outputs]
-
-
-def _product(output: ir.Value, by_token: set[ir.Value], by_count: set[ir.Value]) -> ir.Node | None:
-    value = output
+    value, path = output, list[ir.Node]()
     while (node := value.producer()) is not None:
+        path.append(node)
         expected = (0, True) if value is output else (1, False)
         if (len(value.uses()), value.is_graph_output()) != expected:
-            return None
-        read = [each for each in inputs_of(node) if each in by_token]
-        if len(node.outputs) != 1 or len(read) != 1 or not by_count.isdisjoint(inputs_of(node)):
-            return None
+            break
+        read = [each for each in inputs_of(node) if each in kinds.by_token]
+        if len(node.outputs) != 1 or len(read) != 1 or not kinds.by_count.isdisjoint(inputs_of(node)):
+            break
         if is_op(node, "MatMul"):
             is_rounded = is_op(maker_of(read[0]), "DequantizeLinear")  # which has to stay next to the product
-            return node if read[0] is node.inputs[0] and rank_of(read[0]) == 3 and not is_rounded else None
+            return path if read[0] is node.inputs[0] and rank_of(read[0]) == 3 and not is_rounded else []
         if not is_op(node, *BY_ELEMENT) or dims_of(read[0])[:2] != dims_of(node.outputs[0])[:2]:
-            return None
+            break
         value = read[0]
-    return None
+    return []
 
 
-def compute_kept(graph: ir.Graph, kept: ir.Value, products: Sequence[ir.Node | None]) -> None:
+def compute_kept(graph: ir.Graph, kept: ir.Value, products: Sequence[Sequence[ir.Node]]) -> None:
     """Make every output `(batch, kept, …)`, of these tokens, in place.
 
     Args:
         graph: the graph; its outputs are `(batch, tokens, …)`.
         kept: the indices of the tokens, `(kept,)`.
-        products: see :func:`last_products`.
+        products: of each output, see :func:`last_products`.
     """
-    for i, (output, node) in enumerate(zip(list(graph.outputs), products, strict=True)):
-        if node is not None:
-            node.replace_input_with(0, _taken(graph, node, input_of(node), kept))
-            value = node.outputs[0]
-            while True:
-                value.shape = ir.Shape(_dims(value, kept))
-                if value is output:
-                    break
-                ((reader, _),) = value.uses()
-                value = reader.outputs[0]
+    for i, (output, path) in enumerate(zip(list(graph.outputs), products, strict=True)):
+        if path:
+            path[-1].replace_input_with(0, _taken(graph, path[-1], input_of(path[-1]), kept))
+            for node in path:
+                node.outputs[0].shape = ir.Shape(_dims(node.outputs[0], kept))
         elif (last := output.producer()) is not None:
             graph.outputs[i] = taken = _taken(graph, last, output, kept, after=True)
             output.name, taken.name = f"{output.name}/every token", output.name

@@ -177,12 +177,16 @@ class SortedRows:
         if not read or node.outputs[0] not in self._by_token:
             return bool(read)
         sort = read[0].sort
-        if self._is_put_back(node) or self._is_index(node) or self._is_place(node, sort) or self._is_rows(node, sort):
+        if self._is_put_back(node):
             return True
-        earlier = next((known.culprit for known in read if known.culprit is not None), None)
-        is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
-        other = _Sorted(sort, "others", culprit=node if earlier is None or is_group else earlier)
-        self._sorted.update(dict.fromkeys(node.outputs, other))
+        known = self._indices(node) or self._places(node, sort)
+        if known is None and self._are_rows(node, sort):
+            known = _Sorted(sort, "rows")
+        if known is None:
+            earlier = next((known.culprit for known in read if known.culprit is not None), None)
+            is_group = is_op(earlier, "Slice", "MatMul")  # a part of what its reader may join
+            known = _Sorted(sort, "others", culprit=node if earlier is None or is_group else earlier)
+        self._sorted.update(dict.fromkeys(node.outputs, known))
         return True
 
     def mixing(self, values: Iterable[ir.Value]) -> ir.Node | None:
@@ -200,21 +204,13 @@ class SortedRows:
         is_integer = rows.dtype is not None and rows.dtype.is_integer()
         return is_free and is_integer and rank_of(rows) == 1 and self._have_equal_rows(rows, *node.outputs)
 
-    def _is_index(self, node: ir.Node) -> bool:
-        """Note indices of another form; rows and places keep theirs with another dim."""
-        source, result = input_of(node), node.outputs[0]
+    def _indices(self, node: ir.Node) -> _Sorted | None:
+        """Rows, places or indices with another dim, or indices divided by a number of rows, rounding down."""
+        source = input_of(node)
         if is_op(node, "Unsqueeze") and _integers(node, 1) in ([1], [-1]) and rank_of(source) == 1:
             known = self._sorted.get(source)
-        else:
-            known = self._divided(node) if is_op(node, "Div") else None
-        if known is None or known.has == "others":
-            return False
-        self._sorted[result] = known
-        return True
-
-    def _divided(self, node: ir.Node) -> _Sorted | None:
-        """The indices that a node divides by a number of rows, rounding down."""
-        less = maker_of(input_of(node))
+            return known if known is not None and known.has != "others" else None
+        less = maker_of(source) if is_op(node, "Div") else None
         rest = maker_of(input_of(less, 1)) if is_op(less, "Sub") else None
         if less is None or not is_op(rest, "Mod") or input_of(rest) is not input_of(less):
             return None
@@ -224,20 +220,19 @@ class SortedRows:
             return None
         return replace(known, group=by[0])
 
-    def _is_place(self, node: ir.Node, sort: ir.Node) -> bool:
-        """Note the inverse of the indices: numbers from 0, scattered to them."""
+    def _places(self, node: ir.Node, sort: ir.Node) -> _Sorted | None:
+        """The inverse of the indices: numbers from 0, scattered to them."""
         if not is_op(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
-            return False
+            return None
         data, indices, updates = (input_of(node, i) for i in range(3))
         numbers = maker_of(updates)
         is_range = is_op(numbers, "Range") and (_integers(numbers, 0), _integers(numbers, 2)) == ([0], [1])
         is_whole = self._have_equal_rows(data, indices, updates) and rank_of(data) == 1 and rank_of(indices) == 2
         is_of_sort = self._sorted.get(indices) == _Sorted(sort, "indices")
         if not is_range or not is_whole or data in self._by_token or not is_of_sort:
-            return False
-        self._sorted[node.outputs[0]] = _Sorted(sort, "places")
+            return None
         self.numbering.add(node)
-        return True
+        return _Sorted(sort, "places")
 
     def _is_put_back(self, node: ir.Node) -> bool:
         """Whether a node returns sorted rows to where they were."""
@@ -249,22 +244,15 @@ class SortedRows:
         self._order.pass_on(node.outputs[0], input_of(rows.sort))
         return True
 
-    def _is_rows(self, node: ir.Node, sort: ir.Node) -> bool:
-        """Note rows in the order of a sort that depend on the same rows only."""
-        if _gathers_rows(node):
-            source, known = input_of(node), self._sorted.get(input_of(node, 1))
-            if known is not None and known.has == "indices" and source in self._by_token and source not in self._sorted:
-                is_rows = bool(source.shape) and self._is_in_line(source, input_of(sort), known.group)
-            else:  # rows of a table, by the number that is sorted
-                is_sorted = known is not None and known.has == "rows"
-                is_rows = is_sorted and source not in self._by_token and not self._is_count(source)
-        elif is_op(node, "Concat"):
-            is_rows = self._is_by_group(node, sort) or self._is_by_row(node, sort)
-        else:
-            is_rows = self._is_by_row(node, sort)
-        if is_rows:
-            self._sorted.update(dict.fromkeys(node.outputs, _Sorted(sort, "rows")))
-        return is_rows
+    def _are_rows(self, node: ir.Node, sort: ir.Node) -> bool:
+        """Whether a node computes rows in the order of a sort that depend on the same rows only."""
+        if not _gathers_rows(node):
+            return self._is_by_group(node, sort) or self._is_by_row(node, sort)
+        source, known = input_of(node), self._sorted.get(input_of(node, 1))
+        if known is not None and known.has == "indices" and source in self._by_token and source not in self._sorted:
+            return bool(source.shape) and self._is_in_line(source, input_of(sort), known.group)
+        is_sorted = known is not None and known.has == "rows"  # rows of a table, by the number that is sorted
+        return is_sorted and source not in self._by_token and not self._is_count(source)
 
     def _is_by_row(self, node: ir.Node, sort: ir.Node) -> bool:
         of_tokens = [value for value in inputs_of(node) if value in self._by_token]
@@ -285,7 +273,7 @@ class SortedRows:
         """Whether a node joins the products of all groups of rows of one number with matrices of their own."""
         sources: set[ir.Value] = set()
         end: ir.Value | None = None
-        if _attributes(node, axis=0) != [0]:
+        if not is_op(node, "Concat") or _attributes(node, axis=0) != [0]:
             return False
         for i, part in enumerate(node.inputs):
             product = maker_of(part)

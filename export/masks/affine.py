@@ -71,13 +71,8 @@ class Affine:
     @classmethod
     def dim(cls, dim: int | ir.SymbolicDim) -> Affine:
         """The size of a dim; an unknown dim is an atom of its own."""
-        if isinstance(dim, int):
-            return cls(dim)
         size = Size.of(dim).dim()
-        if isinstance(size, int):
-            return cls(size)
-        number, terms = _sum(str(size.value))
-        return cls.of(number, {Dim(name): factor for name, factor in terms})
+        return cls(size) if isinstance(size, int) else _sum(str(size.value))
 
     @property
     def constant(self) -> int | None:
@@ -145,17 +140,14 @@ def _text(atom: Atom) -> str:
 
 
 @cache
-def _sum(text: str) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Split a size into a number and the factors of its names; what is not a sum of names counts as one name."""
-    if text.isidentifier():
-        return 0, ((text, 1),)
+def _sum(text: str) -> Affine:
+    """A size as a sum of names; what is none counts as one name."""
     try:
         expression, names = parsed(text)
     except ValueError:
-        return 0, ((text, 1),)
+        return Affine.atom(Dim(text))
     factors = sympy.expand(expression).as_coefficients_dict()
     if any(not factor.is_Integer or not (term.is_Symbol or term == 1) for term, factor in factors.items()):
-        return 0, ((text, 1),)
-    return int(factors.pop(sympy.Integer(1), 0)), tuple(
-        (names[int(str(term)[1:])], int(factor)) for term, factor in factors.items()
-    )
+        return Affine.atom(Dim(text))
+    number = int(factors.pop(sympy.Integer(1), 0))
+    return Affine.of(number, {Dim(names[int(str(term)[1:])]): int(factor) for term, factor in factors.items()})

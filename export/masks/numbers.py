@@ -111,8 +111,7 @@ class Arithmetic:
     def compute(self, op_type: str, a: Number, b: Number) -> Number:
         """Compute Add, Sub, Mul, Div (of integers, towards zero), Floored (rounded down), Ratio
         (of any numbers), Mod, Max or Min."""
-        exact = _ON_WHOLE.get(op_type)
-        whole = None if exact is None else exact(self.scores, a.whole, b.whole)
+        whole = _exactly(op_type, a.whole, b.whole)
         if whole is not None and not a.rest and not b.rest:
             return Number(self.scores.short(whole))
         left, right = self._bounded(a.whole), self._bounded(b.whole)
@@ -179,35 +178,28 @@ def _rounded(ends: Between, dtype: ir.DataType) -> Between:
     return Between(float(least), float(most), ends.is_number)
 
 
-def _positive(x: Whole) -> int | None:
-    """The positive integer that it is everywhere; None for others."""
-    numbers = {piece.get_constant_val().to_python() if piece.is_cst() else None for _, piece in x.get_pieces()}
-    number = numbers.pop() if len(numbers) == 1 else None
-    return number if number is not None and number > 0 else None
-
-
-def _by_positive(compute: Callable[[Scores, Whole, int], Whole]) -> _OnWhole:
-    """A function of an integer and of one that is the same positive number everywhere."""
-
-    def function(scores: Scores, a: Whole, b: Whole) -> Whole | None:
-        divisor = _positive(b)
-        return None if divisor is None else compute(scores, a.intersect_domain(b.domain()), divisor)
-
-    return function
-
-
-_OnWhole = Callable[[Scores, Whole, Whole], Whole | None]
-
-_ON_WHOLE: Mapping[str, _OnWhole] = {
-    "Add": lambda scores, a, b: a.add(b),
-    "Sub": lambda scores, a, b: a.sub(b),
-    "Max": lambda scores, a, b: a.max(b),
-    "Min": lambda scores, a, b: a.min(b),
-    "Mul": lambda scores, a, b: a.mul(b) if a.is_cst() or b.is_cst() else None,
-    "Div": lambda scores, a, b: None if _positive(b) is None else a.tdiv_q(b),
-    "Floored": _by_positive(Scores.divided),
-    "Mod": _by_positive(lambda scores, a, divisor: a.mod_val(scores.value(divisor))),
+_ON_WHOLE: Mapping[str, Callable[[Whole, Whole], Whole]] = {
+    "Add": isl.PwAff.add,
+    "Sub": isl.PwAff.sub,
+    "Mul": isl.PwAff.mul,
+    "Max": isl.PwAff.max,
+    "Min": isl.PwAff.min,
+    "Div": isl.PwAff.tdiv_q,
+    "Floored": lambda a, b: a.div(b).floor(),
+    "Mod": lambda a, b: a.sub(a.div(b).floor().mul(b)),
 }
+
+
+def _exactly(op_type: str, a: Whole, b: Whole) -> Whole | None:
+    """The result for integers; None if it is not known to be an integer that isl can represent."""
+    if op_type == "Ratio" or (op_type == "Mul" and not (a.is_cst() or b.is_cst())):
+        return None
+    if op_type in ("Div", "Floored", "Mod"):
+        divisors = {piece.get_constant_val().to_python() if piece.is_cst() else 0 for _, piece in b.get_pieces()}
+        if len(divisors) != 1 or min(divisors) <= 0:
+            return None
+    return _ON_WHOLE[op_type](a, b)
+
 
 _ON_BOUNDS: Mapping[str, Callable[[float, float], float]] = {
     "Add": operator.add,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import NamedTuple
 
 import islpy as isl
 import numpy as np
@@ -20,8 +21,7 @@ MOST_REGIONS = 8
 """Maximum number of regions in a union; a larger one is bounded by fewer."""
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """`least ≤ x ≤ most`; None for an open end."""
 
     least: Affine | None = None
@@ -29,7 +29,7 @@ class Interval:
 
     @property
     def is_open(self) -> bool:
-        return self.least is None and self.most is None
+        return self == OPEN
 
     def looser(self) -> Iterator[Interval]:
         """The intervals with one end fewer."""
@@ -39,7 +39,7 @@ class Interval:
             yield Interval(least=self.least)
 
     def negated(self) -> Interval:
-        return Interval(*(end if end is None else -end for end in (self.most, self.least)))
+        return Interval(*(end and -end for end in reversed(self)))
 
     def text(self) -> str:
         least = "−∞" if self.least is None else self.least.text()
@@ -123,8 +123,8 @@ class PairRegion:
             if most is not None:
                 np.minimum(stops, most + 1, out=stops)
 
-        within(*(None if end is None else value(end) for end in (self.keys.least, self.keys.most)))
-        within(*(None if end is None else queries - value(end) for end in (self.band.most, self.band.least)))
+        within(*(end and value(end) for end in self.keys))
+        within(*(end and queries - value(end) for end in reversed(self.band)))
         if (blocks := self.blocks) is not None:
             number, shift = (queries + value(blocks.query)) // blocks.size, value(blocks.key)
             least, most = blocks.numbers.least, blocks.numbers.most
@@ -132,7 +132,7 @@ class PairRegion:
                 None if most is None else (number - value(most)) * blocks.size - shift,
                 None if least is None else (number - value(least) + 1) * blocks.size - shift - 1,
             )
-        for end, sign in ((self.queries.least, 1), (self.queries.most, -1)):
+        for end, sign in zip(self.queries, (1, -1), strict=True):
             if end is not None:
                 stops[(queries - value(end)) * sign < 0] = 0
         return starts, np.maximum(starts, stops)
@@ -262,31 +262,26 @@ def _order(region: PairRegion) -> tuple[bool, bool, str]:
 # --- regions of isl's constraints -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _End:
-    """One end of a range: of `band`, `queries`, `keys`, or of the numbers of blocks."""
-
-    of: str | Blocks
-    end: Affine
-    is_least: bool
+_End = tuple[str | Blocks, Interval]
+"""A range with one end: of `band`, `queries`, `keys`, or of the numbers of blocks."""
 
 
 def _region(scores: Scores, part: isl.BasicSet) -> PairRegion:
     """The smallest region that contains a set, by its constraints; those that are no end of a region are dropped."""
-    ends: dict[str | Blocks, dict[str, Affine]] = {}
+    ranges: dict[str | Blocks, Interval] = {}
     for constraint in part.get_constraints():
         x = scores.sum_of(constraint.get_aff())
         sides = () if x is None else (x, -x)[: 1 + constraint.is_equality()]
-        for end in filter(None, map(_end, sides)):
-            ends.setdefault(end.of, {}).setdefault("least" if end.is_least else "most", end.end)
-    ranges = {of: Interval(**found) for of, found in ends.items()}
+        for of, end in filter(None, map(_end, sides)):
+            known = ranges.get(of, OPEN)
+            ranges[of] = Interval(known.least or end.least, known.most or end.most)
     blocks = next((replace(of, numbers=ranges[of]) for of in ranges if isinstance(of, Blocks)), None)
     band, queries, keys = (ranges.get(of, OPEN) for of in ("band", "queries", "keys"))
     return PairRegion(band, blocks, queries, keys)
 
 
 def _end(x: Affine) -> _End | None:
-    """`x ≥ 0` as an end; None if it is none."""
+    """`x ≥ 0` as a range with one end; None if it is none."""
     factors = dict(x.terms)
     query, key = factors.pop(Variable.QUERY, 0), factors.pop(Variable.KEY, 0)
     quotients = {atom: factors.pop(atom) for atom in list(factors) if Affine.atom(atom).variables}
@@ -295,8 +290,7 @@ def _end(x: Affine) -> _End | None:
         if (query and key and query + key) or not (query or key):
             return None
         factor, of = query or key, "band" if query and key else "queries" if query else "keys"
-        end = rest.floor_divided(abs(factor))
-        return _End(of, -end if factor > 0 else end, factor > 0)
+        return of, _range(factor, rest)
     counted = [found for atom, n in quotients.items() if (found := _counted(atom, n)) is not None]
     if len(counted) < len(quotients) or len(counted) > 2:
         return None
@@ -306,24 +300,29 @@ def _end(x: Affine) -> _End | None:
     second = others[0]
     if query or key or first.of is second.of or (first.size, first.factor) != (second.size, -second.factor):
         return None
-    end = rest.floor_divided(abs(first.factor))
-    return _of_blocks(first.size, first.shift, second.shift, -end if first.factor > 0 else end, first.factor > 0)
+    return _of_blocks(first.size, first.shift, second.shift, _range(first.factor, rest))
+
+
+def _range(factor: int, rest: Affine) -> Interval:
+    """The integers `x` with `factor · x + rest ≥ 0`."""
+    end = rest.floor_divided(abs(factor))
+    return Interval(least=-end) if factor > 0 else Interval(most=end)
 
 
 def _of_quotient(counted: _Counted, own: int, other: int, rest: Affine) -> _End | None:
     """`counted + own · its index + other · the other index + rest ≥ 0` as an end."""
     size, shift, factor, is_query = counted.size, counted.shift, counted.factor, counted.of is Variable.QUERY
     if not own and not other:
-        block = rest.floor_divided(abs(factor))
-        end = -block * size - shift if factor > 0 else block * size + (size - 1) - shift
-        return _End("queries" if is_query else "keys", end, factor > 0)
+        first, last = _range(factor, rest)
+        ends = first and first * size - shift, last and last * size + (size - 1) - shift
+        return "queries" if is_query else "keys", Interval(*ends)
     if own or abs(other) != 1 or factor != -other * size:
         return None
     # other index + rest ≥ size·number, or other index − rest − 1 < size·number
-    other_shift, apart = (rest, 0) if other > 0 else (-rest - 1, 1)
+    other_shift, apart = (rest, ZERO) if other > 0 else (-rest - 1, Affine(-1))
     if is_query:
-        return _of_blocks(size, shift, other_shift, Affine(apart), other < 0)
-    return _of_blocks(size, other_shift, shift, Affine(-apart), other > 0)
+        return _of_blocks(size, shift, other_shift, _range(-other, apart))
+    return _of_blocks(size, other_shift, shift, _range(other, apart))
 
 
 @dataclass(frozen=True)
@@ -350,8 +349,8 @@ def _counted(atom: Atom, factor: int) -> _Counted | None:
     return _Counted(variable, size, shift, factor)
 
 
-def _of_blocks(size: int, query: Affine, key: Affine, end: Affine, is_least: bool) -> _End:
-    """An end of the numbers of blocks, with shifts that are less than a block."""
+def _of_blocks(size: int, query: Affine, key: Affine, numbers: Interval) -> _End:
+    """A range of the numbers of blocks, with shifts that are less than a block."""
     whole = query.number // size - key.number // size
     query, key = (Affine(shift.number % size, shift.terms) for shift in (query, key))
-    return _End(Blocks(size, query, key), end - whole, is_least)
+    return Blocks(size, query, key), Interval(*(end and end - whole for end in numbers))
