@@ -12,7 +12,7 @@ recognised has no slopes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from math import inf, isnan
@@ -157,7 +157,11 @@ class _Lines(Interpreter[list[Line]]):
 
     def _uncached(self, value: ir.Value, index: Index) -> list[Line]:
         if (tensor := ir.convenience.get_const_tensor(value)) is not None and tensor.dtype != BOOL:
-            return self._of_table(value, tensor.numpy(), index)
+            closed = [self.scores.closed(position) for position in index]
+            positions = [position for position in closed if position is not None]
+            if len(positions) < len(index):
+                raise NotByDistance(f"where {value.name!r} is read is not known")
+            return [self._of_table(value, tensor.numpy(), each) for each in self._by_head(*positions)]
         if (known := self._of_number(self.reader.number(value, index))) is not None:
             return known
         node = value.producer()
@@ -176,52 +180,45 @@ class _Lines(Interpreter[list[Line]]):
             x = self.scores.sum_of(piece)
             if x is None or not self._is_line(x):
                 return None
-            lines = self.choose(domain, self._by_head(x), lines)
+            lines = self.choose(domain, [self.scores.whole(each) for (each,) in self._by_head(x)], lines)
         for domain, bounds in number.rest:
             if bounds.number is None:
                 return None
             lines = self.choose(domain, self.constant(bounds.number), lines)
         return lines
 
-    def _by_head(self, x: Affine) -> list[Line]:
-        """An expression for each head, or for all."""
-        factor = dict(x.terms).get(Variable.HEAD, 0)
-        numbers = range(self.heads if factor else 1)
-        return [self.scores.whole(x + (Affine(head) - Affine.atom(Variable.HEAD)) * factor) for head in numbers]
+    def _by_head(self, *expressions: Affine) -> list[list[Affine]]:
+        """Expressions for each head, or once if they are the same for all."""
+        heads = range(self.heads if any(Variable.HEAD in x.variables for x in expressions) else 1)
+        factors = [dict(x.terms).get(Variable.HEAD, 0) for x in expressions]
+        less = [x - Affine.atom(Variable.HEAD) * factor for x, factor in zip(expressions, factors, strict=True)]
+        return [[x + head * factor for x, factor in zip(less, factors, strict=True)] for head in heads]
 
-    def _of_table(self, value: ir.Value, table: Array, index: Index) -> list[Line]:
-        """The lines of a constant, which may differ by head and is evenly spaced along its other dims, within the
-        precision of its type."""
+    def _of_table(self, value: ir.Value, table: Array, positions: Sequence[Affine]) -> Line:
+        """The line of a constant for one head, which is evenly spaced within the precision of its type."""
         along: list[Affine] = []
-        numbers, by_head = table, False
-        for axis, at in reversed(list(enumerate(index))):
-            position, size = self.scores.closed(at), table.shape[axis]
-            if position is None:
-                raise NotByDistance(f"where {value.name!r} is read is not known")
-            fixed = position.constant
+        ulp = 0.0  # numbers err by up to a unit in the last place of their mantissa
+        if table.dtype.kind not in "iu":
+            ulp = 2.0 ** -int(ml_dtypes.finfo(table.dtype).nmant)  # type: ignore[no-untyped-call]
+        for axis, position in reversed(list(enumerate(positions))):
+            fixed, size = position.constant, table.shape[axis]
             if fixed is not None and not 0 <= fixed < size:
                 raise NotByDistance(f"{value.name!r} is read beyond its end")
             if fixed is not None or size == 1:
-                numbers = np.take(numbers, fixed or 0, axis)
-            elif position == Affine.atom(Variable.HEAD) and size == self.heads and not by_head:
-                numbers, by_head = np.moveaxis(numbers, axis, -1), True
+                table = np.take(table, fixed or 0, axis)
             else:
                 along.insert(0, position)
-        if not by_head:
-            numbers = numbers[..., None]
         if not along:
-            return self.constant(numbers)
+            return self._number(float(table))
         if not all(map(self._is_line, along)):
             raise NotByDistance(f"where {value.name!r} is read is not known")
-        kind = table.dtype  # numbers err by up to a unit in the last place of its mantissa
-        ulp = 0.0 if kind.kind in "iu" else 2.0 ** -int(ml_dtypes.finfo(kind).nmant)  # type: ignore[no-untyped-call]
-        if (fitted := evenly(numbers, ulp)) is None:
+        if (fitted := evenly(table, ulp)) is None:
             raise NotByDistance(f"{value.name!r} is a table whose steps are not equal")
-        lines, steps = self.constant(fitted[0]), fitted[1]
-        for position, size, step in zip(along, numbers.shape, steps, strict=False):
+        line = self._number(fitted[0])
+        for position, size, step in zip(along, table.shape, fitted[1], strict=True):
             self._check_inside(value, position, size)
-            lines = self.compute("Add", lines, self.compute("Mul", self._by_head(position), self.constant(step)))
-        return lines
+            line = line.add(self.scores.whole(position).scale_val(self.scores.value(Fraction(step))))
+        return line
 
     def _check_inside(self, value: ir.Value, position: Affine, size: int) -> None:
         """Check that a table is read within its bounds up to the capacity of the cache.
@@ -240,15 +237,16 @@ class _Lines(Interpreter[list[Line]]):
 
     # --- arithmetic, in place of that of numbers (:class:`~attnforge.export.masks.numbers.Arithmetic`)
 
-    def constant(self, numbers: Array | float) -> list[Line]:
-        """The same number for all pairs, which may differ by head."""
-        lines = []
-        for number in np.atleast_1d(np.asarray(numbers, np.float64)).tolist():
-            if number == inf or isnan(number):
-                raise NotByDistance(f"it adds {number}")
-            line = self.scores.constant(0 if number == -inf else Fraction(number))
-            lines.append(line.intersect_domain(self.scores.never) if number == -inf else line)
-        return lines
+    def constant(self, number: float) -> list[Line]:
+        return [self._number(number)]
+
+    def _number(self, number: float) -> Line:
+        """The same number for all pairs."""
+        if number == inf or isnan(number):
+            raise NotByDistance(f"it adds {number}")
+        if number == -inf:
+            return self.scores.constant(0).intersect_domain(self.scores.never)
+        return self.scores.constant(Fraction(number))
 
     def stored(self, lines: list[Line], dtype: ir.DataType | None) -> list[Line]:
         return lines
@@ -302,35 +300,33 @@ class _Lines(Interpreter[list[Line]]):
         return self._product(a, self.scores.constant(1).div(b))
 
 
-def evenly(table: Array, ulp: float) -> tuple[Array, list[Array]] | None:
-    """The first numbers and the steps of a table that is evenly spaced along all dims except the last.
+def evenly(table: Array, ulp: float) -> tuple[float, list[float]] | None:
+    """The first number and the steps of a table that is evenly spaced along all dims.
 
     Args:
-        table: `(…, heads)`.
+        table: the table.
         ulp: the largest relative rounding error of a number.
 
     Returns:
-        `(heads,)` each; None if no evenly spaced numbers round to these.
+        The number and the step along each dim; None if no evenly spaced numbers round to these.
     """
-    if not np.isfinite(table.astype(np.float64)).all():  # infinity hides some keys
+    table = table.astype(np.float64)
+    if not np.isfinite(table).all():  # infinity hides some keys
         return None
-    sizes = table.shape[:-1]
-    anchor = np.unravel_index(int(np.abs(table[..., 0]).argmin()), sizes)  # the numbers with the least rounding error
-    near, steps = table[anchor].astype(np.float64), []
-    for axis, size in enumerate(sizes):
-        along = table[tuple(slice(None) if i == axis else j for i, j in enumerate(anchor))].astype(np.float64)
-        far = (np.arange(size) - anchor[axis])[:, None]
-        others = far[:, 0] != 0
-        slope, off = (along - near)[others] / far[others], ulp * (np.abs(along) + np.abs(near))[others]
-        least, most = ((slope + sign * off / np.abs(far[others])) for sign in (-1, 1))
-        if (least.max(0, initial=-inf) > most.min(0, initial=inf)).any():
+    anchor = np.unravel_index(int(np.abs(table).argmin()), table.shape)  # the number with the least rounding error
+    near, steps = float(table[anchor]), list[float]()
+    even = np.asarray(near)
+    for axis, size in enumerate(table.shape):
+        along = table[tuple(slice(None) if i == axis else j for i, j in enumerate(anchor))]
+        far = np.arange(size) - anchor[axis]
+        others = far != 0
+        slope = (along - near)[others] / far[others]
+        off = ulp * (np.abs(along) + np.abs(near))[others] / np.abs(far[others])
+        least, most = (slope - off).max(), (slope + off).min()
+        if least > most:
             return None
-        steps.append((least.max(0) + most.min(0)) / 2 if others.any() else np.zeros_like(near))
-    for head in range(table.shape[-1]):
-        numbers, even = table[..., head].astype(np.float64), near[head]
-        for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
-            far = (np.arange(size) - anchor[axis]) * step[head]
-            even = even + far.reshape([size if i == axis else 1 for i in range(len(sizes))])
-        if not np.all(np.abs(numbers - even) <= 2 * ulp * (np.abs(numbers) + np.abs(near[head]))):
-            return None
-    return near - sum((i * step for i, step in zip(anchor, steps, strict=True)), np.zeros(1)), steps
+        steps.append(float(least + most) / 2)
+        even = np.add.outer(even, far * steps[-1])
+    if (np.abs(table - even) > 2 * ulp * (np.abs(table) + np.abs(near))).any():
+        return None
+    return near - sum(i * step for i, step in zip(anchor, steps, strict=True)), steps
