@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from attnforge.export.graphs.build import dims_of
 from attnforge.export.graphs.nodes import input_of, optional_input, rank_of
-from attnforge.export.graphs.sizes import ONE, LayoutError, Size, product, sizes_of
+from attnforge.export.graphs.sizes import ONE, Size, product, sizes_of
 from attnforge.export.masks.affine import Affine, Variable
 from attnforge.export.masks.scores import Scores, Whole
 
@@ -65,10 +65,7 @@ def _viewed(reader: Positions, node: ir.Node, index: Index) -> Index | None:
         perm = list(node.attributes.get_ints("perm") or range(len(index))[::-1])
         return tuple(index[perm.index(i)] for i in range(len(index)))
     scores = reader.scores
-    try:
-        have, want = sizes_of(input_of(node)), sizes_of(node.outputs[0])
-    except LayoutError:
-        return None
+    have, want = sizes_of(input_of(node)), sizes_of(node.outputs[0])
     source = [scores.constant(0) if size == ONE else scores.unknown_position() for size in have]
     for ins, outs in _groups(have, want):
         inner, outer = (_strides([sizes[i] for i in dims]) for sizes, dims in ((have, ins), (want, outs)))

@@ -185,8 +185,6 @@ _ON_WHOLE: Mapping[str, Callable[[Whole, Whole], Whole]] = {
     "Max": isl.PwAff.max,
     "Min": isl.PwAff.min,
     "Div": isl.PwAff.tdiv_q,
-    "Floored": lambda a, b: a.div(b).floor(),
-    "Mod": lambda a, b: a.sub(a.div(b).floor().mul(b)),
 }
 
 
@@ -198,6 +196,9 @@ def _exactly(op_type: str, a: Whole, b: Whole) -> Whole | None:
         divisors = {piece.get_constant_val().to_python() if piece.is_cst() else 0 for _, piece in b.get_pieces()}
         if len(divisors) != 1 or min(divisors) <= 0:
             return None
+        if op_type != "Div":
+            divisor, a = b.get_pieces()[0][1].get_constant_val(), a.intersect_domain(b.domain())
+            return a.mod_val(divisor) if op_type == "Mod" else a.scale_down_val(divisor).floor()
     return _ON_WHOLE[op_type](a, b)
 
 

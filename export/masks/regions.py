@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnforge.export.masks.affine import ZERO, Affine, Atom, Quotient, Variable
-from attnforge.export.masks.scores import Scores, Whole
+from attnforge.export.masks.scores import PAIR, Scores, Whole
 
 MOST_REGIONS = 8
 """Maximum number of regions in a union; a larger one is bounded by fewer."""
@@ -291,16 +291,8 @@ def _end(x: Affine) -> _End | None:
             return None
         factor, of = query or key, "band" if query and key else "queries" if query else "keys"
         return of, _range(factor, rest)
-    counted = [found for atom, n in quotients.items() if (found := _counted(atom, n)) is not None]
-    if len(counted) < len(quotients) or len(counted) > 2:
-        return None
-    first, *others = sorted(counted, key=lambda one: one.of is Variable.KEY)
-    if not others:
-        return _of_quotient(first, *((query, key) if first.of is Variable.QUERY else (key, query)), rest)
-    second = others[0]
-    if query or key or first.of is second.of or (first.size, first.factor) != (second.size, -second.factor):
-        return None
-    return _of_blocks(first.size, first.shift, second.shift, _range(first.factor, rest))
+    # isl gives the number of a query's block by the keys of a block, or the other way round: by one quotient
+    return _of_quotient(*quotients.popitem(), query, key, rest) if len(quotients) == 1 else None
 
 
 def _range(factor: int, rest: Affine) -> Interval:
@@ -309,9 +301,17 @@ def _range(factor: int, rest: Affine) -> Interval:
     return Interval(least=-end) if factor > 0 else Interval(most=end)
 
 
-def _of_quotient(counted: _Counted, own: int, other: int, rest: Affine) -> _End | None:
-    """`counted + own · its index + other · the other index + rest ≥ 0` as an end."""
-    size, shift, factor, is_query = counted.size, counted.shift, counted.factor, counted.of is Variable.QUERY
+def _of_quotient(quotient: Atom, factor: int, query: int, key: int, rest: Affine) -> _End | None:
+    """`factor · quotient + query · its index + key · its index + rest ≥ 0` as a range with one end."""
+    if not isinstance(quotient, Quotient):
+        return None
+    size, factors = quotient.divisor, dict(quotient.numerator.terms)
+    counted = [(variable, factors.pop(variable)) for variable in PAIR if variable in factors]
+    shift = Affine.of(quotient.numerator.number, factors)
+    if len(counted) != 1 or counted[0][1] != 1 or shift.variables:
+        return None
+    is_query = counted[0][0] is Variable.QUERY
+    own, other = (query, key) if is_query else (key, query)
     if not own and not other:
         first, last = _range(factor, rest)
         ends = first and first * size - shift, last and last * size + (size - 1) - shift
@@ -323,30 +323,6 @@ def _of_quotient(counted: _Counted, own: int, other: int, rest: Affine) -> _End 
     if is_query:
         return _of_blocks(size, shift, other_shift, _range(-other, apart))
     return _of_blocks(size, other_shift, shift, _range(other, apart))
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """`factor · ((index + shift) // size)`, of a query or a key."""
-
-    of: Variable
-    size: int
-    shift: Affine
-    factor: int
-
-
-def _counted(atom: Atom, factor: int) -> _Counted | None:
-    if not isinstance(atom, Quotient):
-        return None
-    size, factors = atom.divisor, dict(atom.numerator.terms)
-    found = [(variable, factors.pop(variable)) for variable in (Variable.QUERY, Variable.KEY) if variable in factors]
-    shift = Affine.of(atom.numerator.number, factors)
-    if len(found) != 1 or abs(found[0][1]) != 1 or shift.variables:
-        return None
-    variable, sign = found[0]
-    if sign < 0:  # (−x + shift) // size is −((x − shift + size − 1) // size)
-        return _Counted(variable, size, -shift + (size - 1), -factor)
-    return _Counted(variable, size, shift, factor)
 
 
 def _of_blocks(size: int, query: Affine, key: Affine, numbers: Interval) -> _End:
