@@ -16,11 +16,14 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.errors import UsageError, raised_as
+from attnforge.export.attention.layout import Axis, Layout, rearrange
+from attnforge.export.attention.roles import SHAPE_INPUTS
 from attnforge.export.decoding.order import token_axes
-from attnforge.export.decoding.tokens import Kinds, is_count_as_shape
-from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, typed
+from attnforge.export.decoding.tokens import Kinds
+from attnforge.export.graphs.build import Builder, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
 from attnforge.export.graphs.nodes import BY_ELEMENT, constant_of, input_of, inputs_of, is_op, numpy_type, rank_of
+from attnforge.export.graphs.sizes import ONE, Size
 
 Dim = int | ir.SymbolicDim
 """The size of an axis."""
@@ -55,13 +58,13 @@ def look_up_positions(
     Raises:
         NotByPosition: a row of a table changes with the number of tokens, or there are fewer positions.
     """
-    reads = [  # of values that depend on positions, by nodes that depend on tokens
+    reads = [  # of values that depend on positions, and are no sizes or axes, by nodes that depend on tokens
         (value, node, index)
         for node in model.graph
         if node not in numbering and any(value in kinds.by_token for value in inputs_of(node))
         for index, value in enumerate(node.inputs)
-        if value is not None and value in kinds.by_count and not is_count_as_shape(node, index)
-        if not _is_one_number(value)
+        if value is not None and value in kinds.by_count and not _is_one_number(value)
+        if node.domain != "" or index not in SHAPE_INPUTS.get(node.op_type, ())
     ]
     values = list(dict.fromkeys(value for value, *_ in reads))
     for value, node, _ in reads:
@@ -173,25 +176,19 @@ def _looked_up(
         samples: the axis of the samples.
         positions: `(batch, tokens)`.
     """
-    after, dtype = positions.producer(), table.dtype
-    assert after is not None and dtype is not None and table.shape is not None
-    batch, count = dims_of(positions)
-    rank = 2 + len(sizes)
-    others = [i for i in range(rank) if i not in (axis, samples)]
-    by_axis = {samples: batch, axis: count, **dict(zip(others, sizes, strict=True))}
-    dims = [by_axis[i] for i in range(rank)]
-    wide = [i for i in others if dims[i] != 1]
+    after, dims = positions.producer(), dims_of(positions)
+    assert after is not None
+    batch, count, *others = ((Axis(size),) if (size := Size.of(dim)) != ONE else () for dim in (*dims, *sizes))
+    placed = list(others)
+    for i, dim in sorted([(samples, batch), (axis, count)]):
+        placed.insert(i, dim)
 
     def build(op: Builder) -> ir.Value:
-        rows = typed(op.Gather(table, positions, axis=0), dtype, [*dims_of(positions), table.shape[1]])  # type: ignore[index]
-        if len(wide) == 1 and samples < axis < wide[0]:
-            ones = [i for i in others if i not in wide]
-            return typed(op.Unsqueeze(rows, constant(op, ones)), dtype, dims) if ones else rows
-        shape = op.Shape(positions)
-        apart = op.Reshape(rows, op.Concat(shape, constant(op, list(sizes)), axis=0) if sizes else shape)
-        return typed(op.Transpose(apart, perm=[[samples, axis, *others].index(i) for i in range(rank)]), dtype, dims)
+        rows = typed(op.Gather(table, positions, axis=0), table.dtype, [*dims, dims_of(table)[1]])
+        return rearrange(op, rows, Layout([batch, count, sum(others, ())]), Layout(placed))
 
-    return insert(graph, after, build, after=True, stem=f"{table.name}/at positions/{samples}, {axis} of {rank}")
+    stem = f"{table.name}/at positions/{samples}, {axis} of {len(placed)}"
+    return insert(graph, after, build, after=True, stem=stem)
 
 
 def _static(dim: int | ir.SymbolicDim) -> int:

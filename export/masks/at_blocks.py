@@ -7,16 +7,17 @@ Values that have a number for every pair already (an input, a constant) are cut 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import islpy as isl
 import onnx_ir as ir
 
 from attnforge.export.attention.canonical import MASK_STEP
+from attnforge.export.attention.layout import Axis, Layout, rearrange
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, drop, like, typed
 from attnforge.export.graphs.nodes import BY_ELEMENT, input_of, is_op, maker_of, optional_input
-from attnforge.export.graphs.sizes import Size
+from attnforge.export.graphs.sizes import ONE, Size
 from attnforge.export.masks.affine import Affine, Atom, Dim, Quotient, Scalar, Variable
 from attnforge.export.masks.indices import MOVES, Index, variables_of
 from attnforge.export.masks.reader import BOOL, Interpreter, Reader
@@ -120,6 +121,8 @@ class _Blocks(Interpreter[ir.Value]):
         axes = dict(zip(VARIABLES, ((query, 0), (query, 1), (query, 2), (key, 2)), strict=True))
         self.sizes = [(Affine.dim(dims_of(value)[axis]), value, axis) for value, axis in axes.values()]
         self.whole = {variable: dims_of(value)[axis] for variable, (value, axis) in axes.items()}
+        sizes = {variable: Size.of(dim) for variable, dim in self.whole.items()}
+        self._axes = {variable: () if size == ONE else (Axis(size),) for variable, size in sizes.items()}
         super().__init__(Reader(*(Affine.dim(self.whole[variable]) for variable in (Variable.QUERY, Variable.KEY))))
         self.arithmetic = self
 
@@ -169,8 +172,6 @@ class _Blocks(Interpreter[ir.Value]):
 
     def either(self, x: Whole, yes: ir.Value, no: ir.Value | None) -> ir.Value:
         """`yes` where `x` is at least 0, else `no`, which is False or 0 by default."""
-        if no is not None and self.scores.is_always(x.ge_set(self.scores.constant(0))):
-            return yes
         op, dtype, condition = self.op, yes.dtype, self._not_negative(x)
         if dtype != BOOL:
             no = self.cut(constant(op, [[[[0]]]], dtype)) if no is None else no
@@ -195,19 +196,13 @@ class _Blocks(Interpreter[ir.Value]):
                 raise NotByBlocks(f"{value.name!r} is read twice by {variable.value}")
             placed.append(variable)
             value = self._along(value, axis, position, variable, self.variables(index).issuperset(PAIR))
-        op, order = self.op, sorted((variable for variable in placed if variable is not None), key=VARIABLES.index)
-        alone = [i for i, variable in enumerate(placed) if variable is None]
-        perm = [*alone, *(placed.index(variable) for variable in order)]
-        if perm != sorted(perm):
-            dims = dims_of(value)
-            value = typed(op.Transpose(value, perm=perm), value.dtype, [dims[i] for i in perm])
-        dims, dtype = dims_of(value)[len(alone) :], value.dtype
-        if alone:
-            value = typed(op.Squeeze(value, constant(op, list(range(len(alone))))), dtype, dims)
-        if missing := [i for i, variable in enumerate(VARIABLES) if variable not in order]:
-            full = [1 if variable not in order else dims[order.index(variable)] for variable in VARIABLES]
-            value = typed(op.Unsqueeze(value, constant(op, missing)), dtype, full)
-        return value
+        return self._rearranged(value, placed)
+
+    def _rearranged(self, value: ir.Value, variables: Sequence[Variable | None]) -> ir.Value:
+        """A value in the dims of the scores, given the variable of each of its dims, or None for one of size 1."""
+        source = Layout(() if variable is None else self._axes[variable] for variable in variables)
+        target = Layout(self._axes[variable] if variable in variables else () for variable in VARIABLES)
+        return rearrange(self.op, value, source, target)
 
     def _along(
         self, value: ir.Value, axis: int, position: Affine, variable: Variable | None, in_memory: bool
@@ -247,12 +242,9 @@ class _Blocks(Interpreter[ir.Value]):
 
     def _vector(self, x: Affine, variable: Variable) -> ir.Value:
         """The numbers of an expression for every query or key, on four dims."""
-        op, i = self.op, VARIABLES.index(variable)
         if not x.variables:
-            return typed(op.Unsqueeze(self._number(x), constant(op, [0, 1, 2, 3])), INT64, [1, 1, 1, 1])
-        dims = [self.whole[variable] if axis == i else 1 for axis in range(4)]
-        others = [axis for axis in range(4) if axis != i]
-        return typed(op.Unsqueeze(self._along_variable(x, variable), constant(op, others)), INT64, dims)
+            return self._rearranged(self._number(x), [])
+        return self._rearranged(self._along_variable(x, variable), [variable])
 
     # --- integers
 
