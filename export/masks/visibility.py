@@ -111,21 +111,15 @@ def visibility(node: ir.Node) -> Visibility:
 def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
     mask = optional_input(node, 3)
     reader = Reader(n_q, n_k)
-    scores = reader.scores
-    is_causal = bool(node.attributes.get_int("is_causal", 0))
-    causal = scores.query.ge_set(scores.key) if is_causal else scores.always
-    if mask is None:
-        return Visibility(fit(scores, scores.may(causal))[0], frozenset(), "empty", n_q, n_k)
-    known = reader.read(mask, scores_index(scores, mask, input_of(node, 0), input_of(node, 1)))
+    scores, arithmetic = reader.scores, reader.arithmetic
+    shown, hidden = arithmetic.constant(0), arithmetic.constant(-inf)
+    known = shown if mask is None else reader.read(mask, scores_index(scores, mask, input_of(node), input_of(node, 1)))
     scores.context.reset_operations()
-    if isinstance(known, isl.Set):
-        added = [(known, Between(0, 0)), (scores.opposite(known), Between(-inf, -inf))]
-        leaves = [bounds for domain, bounds in added if not scores.is_never(domain)]
-    else:
-        leaves = [Between(x.least, x.most) for _, x in reader.arithmetic.parts(known)]
-    if is_causal:
-        leaves.append(Between(-inf, -inf))
-    seen = _shown(scores, known, NEGLIGIBLE).intersect(causal)
+    added = arithmetic.choose(known, shown, hidden) if isinstance(known, isl.Set) else known
+    if node.attributes.get_int("is_causal", 0):
+        added = arithmetic.choose(scores.query.ge_set(scores.key), added, hidden)
+    leaves = [Between(x.least, x.most) for _, x in arithmetic.parts(added)]
+    seen = _shown(scores, added, NEGLIGIBLE)
     must = scores.pairs.subtract(scores.may(scores.opposite(seen)))
     residue: frozenset[Kind] = frozenset()
     if any(leaf.most > NEGLIGIBLE and leaf != Between(0, 0) for leaf in leaves):
@@ -137,7 +131,7 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
     always_sees_a_key = scores.pairs.project_out(INDICES, 1, 1).is_subset(must.project_out(INDICES, 1, 1))
     fully_masked = _fully_masked(mask, leaves, always_sees_a_key)
     if fully_masked is None:  # what such a row gets depends on the scores of all its keys
-        may = scores.may(_shown(scores, known, -inf).intersect(causal))
+        may = scores.may(_shown(scores, added, -inf))
         residue, fully_masked = residue | {"bias"}, "empty"
     regions, is_exact = fit(scores, may)
     if not is_exact:
@@ -154,24 +148,22 @@ def scores_index(scores: Scores, mask: ir.Value, query: ir.Value, key: ir.Value)
     return aligned(scores, have, full, (scores.batch, scores.head, scores.query, scores.key))
 
 
-def _shown(scores: Scores, known: isl.Set | Number, hidden: float) -> isl.Set:
+def _shown(scores: Scores, added: Number, hidden: float) -> isl.Set:
     """The condition for what is added to scores to be above `hidden`."""
-    if isinstance(known, isl.Set):
-        return known
-    result = known.whole.domain()
+    result = added.whole.domain()
     if hidden != -inf:
-        result = known.whole.gt_set(scores.constant(int(np.floor(hidden))))
-    for domain, bounds in known.rest:
+        result = added.whole.gt_set(scores.constant(int(np.floor(hidden))))
+    for domain, bounds in added.rest:
         if bounds.most > hidden:
             shown = domain if bounds.least > hidden else domain.intersect(scores.unknown_condition((), "bias"))
             result = result.union(shown)
     return result
 
 
-def _fully_masked(mask: ir.Value, leaves: list[Between], always_sees_a_key: bool) -> FullyMasked | None:
+def _fully_masked(mask: ir.Value | None, leaves: list[Between], always_sees_a_key: bool) -> FullyMasked | None:
     """What fully masked rows get; None if it is none of the three cases."""
     hidden = {leaf for leaf in leaves if leaf.most <= NEGLIGIBLE}
-    if hidden <= {Between(-inf, -inf)}:
+    if mask is None or hidden <= {Between(-inf, -inf)}:
         return "empty"
     if always_sees_a_key:
         return "never"
