@@ -104,11 +104,13 @@ def with_cache(
     look_up_positions(model, kinds, symbol, ids, positions, capacity, max(count.min or 1, 1), numbering)
     compute_kept(graph, kept, products)
     masks: dict[tuple[Seen, ir.DataType], ir.Value] = {}
-    caches = []
+    caches, last = [], positions.producer()
+    assert last is not None
     for i, (site, a) in enumerate(attended):
         mask = seen[a.node.name], a.dtype
         if mask not in masks:
-            masks[mask] = _mask(graph, positions, *mask, capacity, stem=f"decoding/mask{len(masks) or ''}")
+            write = partial(step_mask, positions=positions, site=mask[0], capacity=capacity, dtype=mask[1])
+            masks[mask] = insert(graph, last, write, after=True, stem=f"decoding/mask{len(masks) or ''}")
         keys, values = _cached(graph, attention_of(a.node), batch, past, i, capacity, mask[0].sinks is not None)
         a.node.resize_inputs(4)
         a.node.replace_input_with(3, masks[mask])
@@ -193,13 +195,12 @@ def _without_sinks(graph: ir.Graph, sites: Sequence[Site]) -> dict[str | None, B
     Raises:
         UsageError: they are not constants.
     """
-    names: dict[str | None, str] = {site.node: site.name for site in sites if site.node is not None}
-    sinks: dict[str | None, ByHead | None] = {}
-    for node in (node for node in graph if node.name in names):
+    nodes, sinks = {node.name: node for node in graph}, dict[str | None, ByHead | None]()
+    for site in sites:
         try:
-            sinks[node.name] = take_sinks(node)
+            sinks[site.node] = take_sinks(nodes[site.node])
         except (NotAttention, LayoutError) as reason:
-            raise UsageError(f"{names[node.name]} has no cache: {reason}") from None
+            raise UsageError(f"{site.name} has no cache: {reason}") from None
     return sinks
 
 
@@ -298,14 +299,6 @@ def _positions(graph: ir.Graph, past: ir.Value) -> ir.Value:
         return typed(positions, INT64, dims_of(tokens)[:2])
 
     return insert(graph, graph[0], build, stem="decoding/positions")
-
-
-def _mask(graph: ir.Graph, positions: ir.Value, seen: Seen, dtype: ir.DataType, capacity: int, stem: str) -> ir.Value:
-    """`(batch, 1 or heads, tokens, capacity)`: whether a token sees a slot, which is its own or an earlier one within
-    the window; or what is added to the score, with sinks in a column before it."""
-    after = positions.producer()
-    assert after is not None
-    return insert(graph, after, lambda op: step_mask(op, positions, seen, capacity, dtype), after=True, stem=stem)
 
 
 def _cached(

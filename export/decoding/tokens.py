@@ -16,7 +16,6 @@ import onnx_ir as ir
 
 from attnforge.errors import UsageError
 from attnforge.export.attention.contraction import contraction_of
-from attnforge.export.attention.roles import SHAPE_INPUTS
 from attnforge.export.decoding.order import RowOrder, SortedRows, token_axes
 from attnforge.export.graphs.attention import NotAttention
 from attnforge.export.graphs.nodes import (
@@ -64,21 +63,14 @@ def kinds_of(graph: ir.Graph, tokens: str) -> Kinds:
     """
     kinds = Kinds(dependent_on_inputs(graph), set())
     for node in graph:
-        is_size = is_op(node, "Shape", "Size") and not _measured(node).isdisjoint(token_axes(input_of(node), tokens))
+        is_size = False
+        if is_op(node, "Shape", "Size"):
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+            axes = range(rank_of(input_of(node)))[start:end]
+            is_size = not set(axes).isdisjoint(token_axes(input_of(node), tokens))
         if is_size or not kinds.by_count.isdisjoint(node.inputs):
             kinds.by_count.update(output for output in node.outputs if output not in kinds.by_token)
     return kinds
-
-
-def _measured(node: ir.Node) -> set[int]:
-    """The axes whose sizes a Shape or Size returns."""
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return set(range(rank_of(input_of(node)))[start:end])
-
-
-def is_count_as_shape(node: ir.Node, index: int) -> bool:
-    """Whether an input of a node is a size or an axis."""
-    return node.domain == "" and index in SHAPE_INPUTS.get(node.op_type, ())
 
 
 def check_by_token(
