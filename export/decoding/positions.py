@@ -17,16 +17,14 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.errors import UsageError, raised_as
 from attnforge.export.attention.layout import Axis, Layout, rearrange
+from attnforge.export.attention.operands import scalar
 from attnforge.export.attention.roles import SHAPE_INPUTS
 from attnforge.export.decoding.order import token_axes
 from attnforge.export.decoding.tokens import Kinds
 from attnforge.export.graphs.build import Builder, dims_of, initializer, insert, typed
 from attnforge.export.graphs.execute import at_own_precision
-from attnforge.export.graphs.nodes import BY_ELEMENT, constant_of, input_of, inputs_of, is_op, numpy_type, rank_of
+from attnforge.export.graphs.nodes import BY_ELEMENT, inputs_of, numpy_type, rank_of
 from attnforge.export.graphs.sizes import ONE, Size
-
-Dim = int | ir.SymbolicDim
-"""The size of an axis."""
 
 
 class NotByPosition(UsageError):
@@ -58,12 +56,12 @@ def look_up_positions(
     Raises:
         NotByPosition: a row of a table changes with the number of tokens, or there are fewer positions.
     """
-    reads = [  # of values that depend on positions, and are no sizes or axes, by nodes that depend on tokens
+    reads = [  # of values that depend on positions, and are no sizes, axes or repeated numbers
         (value, node, index)
         for node in model.graph
         if node not in numbering and any(value in kinds.by_token for value in inputs_of(node))
         for index, value in enumerate(node.inputs)
-        if value is not None and value in kinds.by_count and not _is_one_number(value)
+        if value is not None and value in kinds.by_count and scalar(value) is None
         if node.domain != "" or index not in SHAPE_INPUTS.get(node.op_type, ())
     ]
     values = list(dict.fromkeys(value for value, *_ in reads))
@@ -81,15 +79,6 @@ def look_up_positions(
         if key not in looked_up:
             looked_up[key] = _looked_up(model.graph, *key, positions)
         node.replace_input_with(index, looked_up[key])
-
-
-def _is_one_number(value: ir.Value) -> bool:
-    """Whether a value is one constant number, repeated."""
-    node = value.producer()
-    if is_op(node, "Expand"):
-        number = constant_of(input_of(node))
-        return number is not None and number.size == 1
-    return is_op(node, "ConstantOfShape")
 
 
 def _tables(
@@ -143,7 +132,9 @@ def _stored(graph: ir.Graph, tables: Mapping[ir.Value, Array]) -> dict[ir.Value,
     return result
 
 
-def _arrangement(value: ir.Value, node: ir.Node, tokens: str, batch: Dim) -> tuple[tuple[int, ...], int, int]:
+def _arrangement(
+    value: ir.Value, node: ir.Node, tokens: str, batch: int | ir.SymbolicDim
+) -> tuple[tuple[int, ...], int, int]:
     """How a value that a node reads is expanded to the rank that it needs if each sample has its own positions: the
     sizes of its axes without those of tokens and samples, the axis of the tokens, and the axis of the samples.
 

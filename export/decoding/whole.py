@@ -56,10 +56,8 @@ def without_past(model: ir.Model, decoding: Decoding) -> None:
         value = inputs[name]
 
         def empty(op: Builder, value: ir.Value = value) -> ir.Value:
-            dims = dims_of(value)
-            shape = op.Shape(tokens, start=0, end=1)
-            if len(dims) > 1:
-                shape = op.Concat(shape, constant(op, [int(dim) for dim in dims[1:] if isinstance(dim, int)]), axis=0)
+            others = constant(op, [dim for dim in dims_of(value)[1:] if isinstance(dim, int)])
+            shape = op.Concat(op.Shape(tokens, start=0, end=1), others, axis=0)
             zero = ir.tensor(np.zeros(1, numpy_type(value)), dtype=value.dtype)
             return like(op.ConstantOfShape(shape, value=zero), value)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import product
-from math import ceil, floor, inf, isfinite, isnan
+from math import floor, inf, isfinite, isnan
 
 import islpy as isl
 import ml_dtypes
@@ -129,9 +130,8 @@ class Arithmetic:
         pairs = [(left, right) for left in a.rest for right in b.rest]
         for whole, rest, is_left in ((a.whole, b.rest, True), (b.whole, a.rest, False)):
             for domain, bounds in rest:
-                if op_type != "Equal" and bounds.number is not None and isfinite(bounds.number):
-                    rounded = ceil(bounds.number) if is_left else floor(bounds.number)
-                    number = self.scores.constant(rounded).intersect_domain(domain)
+                if bounds.number is not None and isfinite(bounds.number):
+                    number = self.scores.constant(Fraction(bounds.number)).intersect_domain(domain)
                     result = result.union(exactly(whole, number) if is_left else exactly(number, whole))
                 else:
                     mine = domain, bounds

@@ -123,8 +123,8 @@ class PairRegion:
             if most is not None:
                 np.minimum(stops, most + 1, out=stops)
 
-        within(*(end and value(end) for end in self.keys))
-        within(*(end and queries - value(end) for end in reversed(self.band)))
+        within(*(None if end is None else value(end) for end in self.keys))
+        within(*(None if end is None else queries - value(end) for end in reversed(self.band)))
         if (blocks := self.blocks) is not None:
             number, shift = (queries + value(blocks.query)) // blocks.size, value(blocks.key)
             least, most = blocks.numbers.least, blocks.numbers.most
