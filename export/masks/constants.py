@@ -173,8 +173,9 @@ def _ways(flags: Flags) -> Iterator[Regions]:
     yield from ((_region(rows, blocks),) for blocks in (None, *_blocks(rows)))
     segments = _segments(rows, flags.shape)
     if 1 < len(segments) <= MOST_REGIONS:
-        parts = [rows.within(start, stop) for start, stop in segments]
-        yield tuple(_region(part) for part in parts if len(part.indices))
+        index = np.arange(len(flags))[:, None]
+        parts = [flags & (index >= start) & (index < stop) for start, stop in segments]
+        yield tuple(_region(_Rows.of(part)) for part in parts if part.any())
     full_columns, full_rows = np.asarray(flags.all(0)), np.asarray(flags.all(1))
     for has_columns, has_rows in ((True, False), (True, True), (False, True)):
         columns, queries = full_columns & has_columns, full_rows & has_rows
@@ -218,10 +219,6 @@ class _Rows:
         indices = np.flatnonzero(flags.any(1))
         first, last = flags.argmax(1), flags.shape[1] - 1 - flags[:, ::-1].argmax(1)
         return cls(indices, first[indices], last[indices])
-
-    def within(self, start: int, stop: int) -> _Rows:
-        kept = (self.indices >= start) & (self.indices < stop)
-        return _Rows(self.indices[kept], self.first[kept], self.last[kept])
 
 
 def _region(rows: _Rows, blocks: Blocks | None = None) -> PairRegion:

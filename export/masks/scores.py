@@ -194,9 +194,7 @@ class Scores:
         """An integer as a sum; None if it is several, or depends on what is opaque."""
         if x is None:
             return None
-        pieces = x.get_pieces()
-        if len(pieces) > 1:
-            pieces = self.short(x).get_pieces()
+        pieces = self.short(x).get_pieces()
         total = self.sum_of(pieces[0][1]) if len(pieces) == 1 else None
         if total is None:
             return None
