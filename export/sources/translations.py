@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -46,22 +46,25 @@ def attention(
     """
     if dropout_p:
         raise ValueError("scaled_dot_product_attention draws random numbers (dropout_p); set it to 0 in eval mode")
-    operands = _broadcast([_Tensor.of(x) for x in (query, key, value)], kept=3 if enable_gqa else 2)
-    mask, rank = attn_mask, len(operands[0].dims)
-    if scale is None and rank != 4 and isinstance(operands[0].dims[-1], int):
-        scale = operands[0].dims[-1] ** -0.5  # the operator's default, from a shape that is still known here
+    operands = _broadcast((query, key, value), kept=3 if enable_gqa else 2)
+    mask, (*leading, _, head_dim) = attn_mask, operands[0].shape
+    rank, mask_rank = len(leading) + 2, 0 if mask is None else len(mask.shape)
+    if scale is None and rank != 4 and isinstance(head_dim, int):
+        scale = head_dim**-0.5  # the operator's default, from a shape that is still known here
     if rank > 4:
-        leading = [operands[0].size(axis) for axis in range(rank - 3)]
-        if mask is not None and len(mask.shape) > 3:
-            mask = _merged(_broadcast([operands[0], _Tensor.of(mask)], kept=3)[1])
-        result = _attention([_merged(x) for x in operands], mask, scale, is_causal)
-        return op.Reshape(result, op.Concat(*leading, op.Shape(result, start=1), axis=0))
-    if rank == 4:
-        return _attention([x.value for x in operands], mask, scale, is_causal)
-    missing = op.Constant(value_ints=[1] if rank == 3 else [0, 1])
-    if mask is not None and len(mask.shape) == 3:
-        mask = op.Unsqueeze(mask, missing)
-    return op.Squeeze(_attention([op.Unsqueeze(x.value, missing) for x in operands], mask, scale, is_causal), missing)
+        before_heads = [_size(operands[0], axis) for axis in range(rank - 3)]
+        if mask_rank > 3:
+            mask = _merged(_broadcast((operands[0], mask), kept=3)[1])
+        operands = [_merged(x) for x in operands]
+    elif rank < 4:
+        missing = op.Constant(value_ints=[1] if rank == 3 else [0, 1])
+        if mask_rank == 3:
+            mask = op.Unsqueeze(mask, missing)
+        operands = [op.Unsqueeze(x, missing) for x in operands]
+    result, *_ = op.Attention(*operands, attn_mask=mask, scale=scale, is_causal=is_causal)
+    if rank > 4:
+        return op.Reshape(result, op.Concat(*before_heads, op.Shape(result, start=1), axis=0))
+    return op.Squeeze(result, missing) if rank < 4 else result
 
 
 def unflatten(self: Any, dim: int, sizes: Sequence[Any]) -> Any:
@@ -73,14 +76,13 @@ def unflatten(self: Any, dim: int, sizes: Sequence[Any]) -> Any:
         dim: the axis of size n.
         sizes: numbers or scalars whose product is n; one number may be -1.
     """
-    x = _Tensor.of(self)
-    axis = dim % len(x.dims)
+    axis = dim % len(self.shape)
     if -1 in sizes:
-        rest: Any = x.size(axis, as_number=True)
+        rest: Any = _size(self, axis, as_number=True)
         for size in (size for size in sizes if size != -1):
             rest = rest // size if isinstance(rest, int) and isinstance(size, int) else op.Div(*map(_one, (rest, size)))
         sizes = [rest if size == -1 else size for size in sizes]
-    return _reshaped(x, axis, sizes, axis + 1)
+    return _reshaped(self, axis, sizes, axis + 1)
 
 
 def reshape(self: Any, shape: Sequence[Any]) -> Any:
@@ -95,15 +97,15 @@ def reshape(self: Any, shape: Sequence[Any]) -> Any:
 
 def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """`flatten` of some axes of a tensor as a Reshape."""
-    x = _Tensor.of(self)
-    if not x.dims:
+    dims = list(self.shape)
+    if not dims:
         return op.Reshape(self, op.Constant(value_ints=[1]))
-    first, last = start_dim % len(x.dims), end_dim % len(x.dims)
-    merged: Any = prod(dim for dim in x.dims[first : last + 1] if isinstance(dim, int))
+    first, last = start_dim % len(dims), end_dim % len(dims)
+    merged: Any = prod(dim for dim in dims[first : last + 1] if isinstance(dim, int))
     for axis in range(first, last + 1):
-        if not isinstance(x.dims[axis], int):
-            merged = op.Mul(x.size(axis), _one(merged))
-    return _reshaped(x, first, [merged], last + 1)
+        if not isinstance(dims[axis], int):
+            merged = op.Mul(_size(self, axis), _one(merged))
+    return _reshaped(self, first, [merged], last + 1)
 
 
 def squeeze(self: Any, dim: int) -> Any:
@@ -341,12 +343,12 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
     return op.Where(where, values, self)
 
 
-def _reshaped(x: _Tensor, before: int, sizes: Sequence[Any], after: int) -> Any:
+def _reshaped(x: Any, before: int, sizes: Sequence[Any], after: int) -> Any:
     """A tensor with other sizes, numbers or tensors of one, in place of the axes from `before` to `after`."""
-    ends = [*sizes, *(x.size(axis, as_number=True) for axis in range(after, len(x.dims)))]
+    ends = [*sizes, *(_size(x, axis, as_number=True) for axis in range(after, len(x.shape)))]
     if all(isinstance(size, int) and size for size in ends):
-        return op.Reshape(x.value, _sizes([0] * before + ends))  # a size of 0 is that of the tensor
-    return op.Reshape(x.value, _sizes([x.size(axis, as_number=True) for axis in range(before)] + ends), allowzero=True)
+        return op.Reshape(x, _sizes([0] * before + ends))  # a size of 0 is that of the tensor
+    return op.Reshape(x, _sizes([_size(x, axis, as_number=True) for axis in range(before)] + ends), allowzero=True)
 
 
 def _sizes(sizes: Sequence[Any]) -> Any:
@@ -361,56 +363,39 @@ def _one(size: Any) -> Any:
     return op.Constant(value_ints=[size]) if isinstance(size, int) else op.Reshape(size, op.Constant(value_ints=[1]))
 
 
-def _attention(operands: Sequence[Any], mask: Any, scale: float | None, is_causal: bool) -> Any:
-    result, *_ = op.Attention(*operands, attn_mask=mask, scale=scale, is_causal=is_causal)
-    return result
+def _size(x: Any, axis: int, *, as_number: bool = False) -> Any:
+    """The size of an axis, `(1,)`, or if `as_number`, a number where it is static."""
+    dim, axis = x.shape[axis], axis % len(x.shape)
+    if isinstance(dim, int):
+        return dim if as_number else op.Constant(value_ints=[dim])
+    return op.Shape(x, start=axis, end=axis + 1)
 
 
-class _Tensor(NamedTuple):
-    """A tensor and its dims, which a value that was just written does not have yet."""
-
-    value: Any
-    dims: list[Any]
-
-    @classmethod
-    def of(cls, value: Any) -> _Tensor:
-        return cls(value, list(value.shape))
-
-    def size(self, axis: int, *, as_number: bool = False) -> Any:
-        """The size of an axis, `(1,)`, or if `as_number`, a number where it is static."""
-        dim, axis = self.dims[axis], axis % len(self.dims)
-        if as_number and isinstance(dim, int):
-            return dim
-        return op.Constant(value_ints=[dim]) if isinstance(dim, int) else op.Shape(self.value, start=axis, end=axis + 1)
-
-
-def _broadcast(tensors: Sequence[_Tensor], kept: int) -> list[_Tensor]:
+def _broadcast(tensors: Sequence[Any], kept: int) -> list[Any]:
     """Expand tensors to the same dims, except for the last `kept` of each."""
-    rank = max(len(x.dims) for x in tensors)
-    aligned = [[1] * (rank - len(x.dims)) + x.dims for x in tensors]
+    rank = max(len(x.shape) for x in tensors)
+    aligned = [[1] * (rank - len(x.shape)) + list(x.shape) for x in tensors]
     widest = [next((i for i, dims in enumerate(aligned) if dims[axis] != 1), None) for axis in range(rank - kept)]
     common = [1 if i is None else aligned[i][axis] for axis, i in enumerate(widest)]
     one = op.Constant(value_ints=[1])
-    sizes = [one if i is None else tensors[i].size(axis - rank) for axis, i in enumerate(widest)]
+    sizes = [one if i is None else _size(tensors[i], axis - rank) for axis, i in enumerate(widest)]
     shape = op.Concat(*sizes, *[one] * kept, axis=0)
-    expanded = []
-    for x, dims in zip(tensors, aligned, strict=True):
-        wanted = [*common, *dims[-kept:]]
-        value = x.value
-        if x.dims != wanted:
-            value = op.Expand(value, shape)
-            value.shape = ir.Shape(wanted)  # shape inference knows it only where all of `shape` is constant
-        expanded.append(_Tensor(value, wanted))
+    expanded = list(tensors)
+    for i, x in enumerate(tensors):
+        if x.shape != (wanted := [*common, *aligned[i][-kept:]]):
+            expanded[i] = op.Expand(x, shape)
+            expanded[i].shape = ir.Shape(wanted)  # shape inference knows it only where all of `shape` is constant
     return expanded
 
 
-def _merged(x: _Tensor) -> Any:
+def _merged(x: Any) -> Any:
     """A tensor with all dims but its last three in one."""
-    *leading, _, _, _ = x.dims
-    result = op.Reshape(x.value, op.Concat(op.Constant(value_ints=[-1]), *map(x.size, (-3, -2, -1)), axis=0))
+    sizes = (_size(x, axis) for axis in (-3, -2, -1))
+    result = op.Reshape(x, op.Concat(op.Constant(value_ints=[-1]), *sizes, axis=0))
+    *leading, heads, tokens, width = x.shape
     is_static = all(isinstance(dim, int) for dim in leading)
     samples = prod(leading) if is_static else ir.SymbolicDim("*".join(map(str, leading)))
-    result.shape = ir.Shape([samples, *x.dims[-3:]])  # shape inference does not know it
+    result.shape = ir.Shape([samples, heads, tokens, width])  # shape inference does not know it
     return result
 
 
