@@ -287,7 +287,7 @@ def _save(d: Deployment, progress: Progress) -> None:
     if d.keeps_weights:  # otherwise the canonical graph has other weights, which the plain one cannot share
         shelf.save_sharing(d.plain, PLAIN, d.model, CANONICAL)
     if isinstance(d.source, Imported):
-        shelf.share(d.source.original.model)
+        shelf.share(d.source.original)
     taken, _ = graph_tensors(d.source.inputs, d.source.outputs, d.decoding)
     d.job = Job(
         out=d.out,

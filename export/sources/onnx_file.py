@@ -33,7 +33,7 @@ from attnforge.export.graphs.types import DOUBLE, FLOAT, FLOATS, LOW, retype
 from attnforge.export.sources import onnx_check
 from attnforge.export.sources.repair import FUSED, repair, unfuse
 from attnforge.export.sources.shapes import at_opset, fold, infer_shapes
-from attnforge.export.sources.specs import Dims, Ranges, check_ranges, note_example, output_spec, spec_of
+from attnforge.export.sources.specs import Ranges, check_ranges, note_example, output_spec, spec_of
 from attnforge.precision import Precision, precision_named
 from attnforge.runtime.cases import make_inputs, shape_of, sizes_at
 
@@ -41,7 +41,6 @@ SMALL = 2**16
 """Bytes up to which a weight in another file is read immediately."""
 
 _NAMES = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"tf32": FLOAT}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -49,12 +48,16 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 class Imported:
     """An ONNX graph that is ready to be canonicalised.
 
+    The reference is the graph as it is in its file, run unoptimised on the CPU. At 16 bits, every operator of it
+    computes in fp32 and its result is rounded to 16 bits, as ONNX Runtime itself runs the fp16 operators that it has no
+    kernels for; for bf16 it has almost none.
+
     Attributes:
         model: the graph at opset 23, with the shape and type of every value.
         inputs: name, dtype and dims of each input.
         outputs: name, dtype and dims of each output.
         example: the example inputs.
-        original: the graph as it is in the file, the reference for the deployed model.
+        original: the graph as it is in the file, of any opset, at the precision.
         precision: the graph's own precision, or the one to which it was converted.
     """
 
@@ -62,24 +65,50 @@ class Imported:
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
     example: dict[str, Array]
-    original: Original
+    original: ir.Model
     precision: Precision
 
     reference = "the original ONNX graph, unoptimised on ONNX Runtime's CPU; there is no torch module"
 
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return self.original.eager(inputs)
+        """Outputs at the bundle's precision; 16-bit outputs as float32, which represents them exactly.
+
+        Raises:
+            CaptureError: the graph does not take inputs of these sizes or numbers, although its dims allow them.
+        """
+        return _run(self._eager, inputs)
 
     def exact(
         self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
     ) -> dict[str, Array]:
-        return {name: self.precision.with_own_limits(array) for name, array in self.original.exact(inputs).items()}
+        """Outputs in float64, with weights widened from the bundle's precision."""
+        return {name: self.precision.with_own_limits(array) for name, array in _run(self._exact, inputs).items()}
 
     def at(self, precision: Precision) -> Imported:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""
-        model = self.original.model.clone()
-        retype(model, (FLOAT,), ir.DataType.from_numpy(precision.dtype))
-        return replace(self, original=Original(model, precision), precision=precision)
+        original = self.original.clone()
+        retype(original, (FLOAT,), ir.DataType.from_numpy(precision.dtype))
+        return replace(self, original=original, precision=precision)
+
+    @cached_property
+    def _eager(self) -> Runner:
+        with raised_as(BuildError, "ONNX Runtime cannot run the graph as it was given"):
+            return (at_own_precision if self.precision.is_low else as_it_is)(self.original)
+
+    @cached_property
+    def _exact(self) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
+        """A function from float64 inputs to float64 outputs, by ONNX Runtime or else onnx's reference evaluator."""
+        try:
+            return in_float64(self.original, least_stays_least=True)
+        except NoDoublePath as error:
+            reason = str(error)
+        except Exception as error:  # ONNX Runtime raises errors of several kinds for a graph that it refuses
+            reason = first_line(error)
+        with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
+            double = self.original.clone()
+            retype(double, [t for t in FLOATS if t != DOUBLE], DOUBLE)
+            evaluator = ReferenceEvaluator(ir.to_proto(double))
+        return lambda inputs: _evaluate(evaluator, inputs, reason)
 
 
 def import_graph(
@@ -103,11 +132,11 @@ def import_graph(
         BuildError: ONNX Runtime cannot run the graph, or no float64 reference can be computed.
     """
     with raised_as(UsageError, f"{file} cannot be read as a graph", "; run onnx.checker for details", (OSError,)):
-        return _imported(Path(file), ranges, precision, example)
+        return _imported(Path(file), ranges or {}, precision, example)
 
 
 def _imported(
-    file: Path, ranges: Ranges | None, precision: str | None, example: Sequence[Any] | Mapping[str, Any] | None
+    file: Path, ranges: Ranges, precision: str | None, example: Sequence[Any] | Mapping[str, Any] | None
 ) -> Imported:
     model = given = _read(file)
     is_old = (model.opset_imports.get("") or 0) < FIRST_OPSET
@@ -117,8 +146,8 @@ def _imported(
         unfuse(model)
     if is_old:
         at_opset(model)
-    usual = {name: opt for name, (_, opt, _) in (ranges or {}).items()}
-    _name_dims(model, file.name, ranges or {})
+    usual = {name: opt for name, (_, opt, _) in ranges.items()}
+    _name_dims(model, file.name, ranges)
     infer_shapes(model)
     onnx_check.check_growth(model, usual)  # after each step that makes more shapes known
     fold(model, floats=False)
@@ -128,9 +157,10 @@ def _imported(
     converted = None if model is given else model.clone()
     dtype = _float_type(given)
     chosen = precision_named(precision or _NAMES[dtype])
-    if (wanted := _DTYPES[chosen.name]) != dtype:
+    if (wanted := ir.DataType.from_numpy(chosen.dtype)) != dtype:
         retype(model, LOW if dtype != FLOAT and wanted == FLOAT else (dtype,), wanted)
-    inputs = [_spec(value, ranges or {}, model) for value in model.graph.inputs]
+    dims = {name: DimSpec(symbol=name, min=low, opt=opt, max=high) for name, (low, opt, high) in ranges.items()}
+    inputs = [_spec(value, dims) for value in model.graph.inputs]
     as_standard(model, lambda node: has_scores(node) and is_unlike_standard(node))
     original = model.clone()
     as_standard(original, is_unlike_standard)
@@ -145,7 +175,7 @@ def _imported(
         logging.getLogger("attnforge").info("the shapes of %d values are not known: %s, …", len(unknown), unknown[0])
     outputs = [output_spec(value, inputs) for value in model.graph.outputs]
     onnx_check.check_growth(model, usual)
-    imported = Imported(model, inputs, outputs, _example(inputs, example), Original(original, chosen), chosen)
+    imported = Imported(model, inputs, outputs, _example(inputs, example), original, chosen)
     if converted is not None:
         check_converted(given, converted, imported.example)
     imported.eager(imported.example), imported.exact(imported.example)  # raise if the graph cannot be run
@@ -238,17 +268,10 @@ def _name_dims(model: ir.Model, file: str, ranges: Ranges) -> None:
         )
 
 
-def _spec(value: ir.Value, ranges: Ranges, model: ir.Model) -> TensorSpec:
-    """The spec of an input, whose dims have the given ranges; integers go from 0 to the last row of what they index."""
+def _spec(value: ir.Value, dims: Mapping[str, DimSpec]) -> TensorSpec:
+    """The spec of an input, given its dynamic dims; integers go from 0 to the last row of what they index."""
     assert value.dtype is not None and value.shape is not None
-    dims: Dims = []
-    for dim in value.shape:
-        if isinstance(dim, int):
-            dims.append(dim)
-        else:
-            low, opt, high = ranges[str(dim.value)]
-            dims.append(DimSpec(symbol=str(dim.value), min=low, opt=opt, max=high))
-    spec = spec_of(value, dims)
+    spec = spec_of(value, [dim if isinstance(dim, int) else dims[str(dim.value)] for dim in value.shape])
     if value.dtype.is_integer():
         spec.low, spec.high = 0, (index_range(value) or (0, 1))[1]
     return spec
@@ -289,11 +312,9 @@ def _example(inputs: list[TensorSpec], values: Sequence[Any] | Mapping[str, Any]
 def _float_type(model: ir.Model) -> ir.DataType:
     """The float type of most of the weights' numbers; without weights, that of the inputs."""
     counts: Counter[ir.DataType] = Counter()
-    for value in model.graph.initializers.values():
-        if value.const_value is not None and value.dtype is not None:
-            counts[value.dtype] += value.const_value.size
-    for node in model.graph:
-        if (tensor := ir.convenience.get_const_tensor(node.outputs[0])) is not None and node.op_type == "Constant":
+    results = (node.outputs[0] for node in model.graph if node.op_type == "Constant")
+    for tensor in map(ir.convenience.get_const_tensor, (*model.graph.initializers.values(), *results)):
+        if tensor is not None:
             counts[tensor.dtype] += tensor.size
     floats = [d for d, _ in counts.most_common() if d in _NAMES]
     floats += [value.dtype for value in model.graph.inputs if value.dtype in _NAMES]
@@ -311,9 +332,6 @@ def _name_scopes(model: ir.Model) -> None:
 
 
 # --- the graph as it is in its file -----------------------------------------------------------------------------------
-
-# An ONNX graph as it is in its file: the reference for the model that is deployed from it.
-
 
 CONVERSION = 2.0**-10
 """Relative to the largest number, how far the conversion of a graph's opset may change an output; in general it keeps
@@ -355,57 +373,6 @@ def as_standard(model: ir.Model, is_replaced: Callable[[ir.Node], bool]) -> None
         node.domain, node.op_type, node.version = proto.domain, proto.name, None
         model.opset_imports[proto.domain] = 1
     common.InlinePass()(model)
-
-
-class Original:
-    """Runs a graph unoptimised on the CPU, at the bundle's precision and in float64.
-
-    At 16 bits, every operator computes in fp32 and its result is rounded to 16 bits, as ONNX Runtime itself runs the
-    fp16 operators that it has no kernels for; for bf16 it has almost none.
-
-    Attributes:
-        model: the graph.
-
-    Args:
-        model: a graph of any opset, at the bundle's precision.
-        precision: the precision of the bundle.
-    """
-
-    def __init__(self, model: ir.Model, precision: Precision) -> None:
-        self.model = model
-        self._precision = precision
-
-    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs at the bundle's precision; 16-bit outputs as float32, which represents them exactly.
-
-        Raises:
-            CaptureError: the graph does not take inputs of these sizes or numbers, although its dims allow them.
-        """
-        return _run(self._eager, inputs)
-
-    def exact(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs in float64, with weights widened from the bundle's precision."""
-        return _run(self._exact, inputs)
-
-    @cached_property
-    def _eager(self) -> Runner:
-        with raised_as(BuildError, "ONNX Runtime cannot run the graph as it was given"):
-            return (at_own_precision if self._precision.is_low else as_it_is)(self.model)
-
-    @cached_property
-    def _exact(self) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-        """A function from float64 inputs to float64 outputs, by ONNX Runtime or else onnx's reference evaluator."""
-        try:
-            return in_float64(self.model, least_stays_least=True)
-        except NoDoublePath as error:
-            reason = str(error)
-        except Exception as error:  # ONNX Runtime raises errors of several kinds for a graph that it refuses
-            reason = first_line(error)
-        with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
-            model = self.model.clone()
-            retype(model, [t for t in FLOATS if t != DOUBLE], DOUBLE)
-            evaluator = ReferenceEvaluator(ir.to_proto(model))
-        return lambda inputs: _evaluate(evaluator, inputs, reason)
 
 
 def check_converted(given: ir.Model, converted: ir.Model, inputs: Mapping[str, Array]) -> None:

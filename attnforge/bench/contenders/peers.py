@@ -266,7 +266,7 @@ def plain_file(job: PeerJob, wide_precision: str | None = None) -> Path:
             example = [to_torch(array) for array in feeds.values()]
             save(capture(job.module, example, _dynamic_shapes(job.bundle.manifest.inputs), precision).model, file)
         elif precision == job.precision:
-            save(job.module.original.model, file)
+            save(job.module.original, file)
         else:
             raise UnavailableError(f"the bundle was deployed from an ONNX graph that is not in {precision.name}")
 

@@ -19,7 +19,7 @@ from attnforge.export.attention.canonicalize import canonicalize
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.masks.visibility import visibility
-from attnforge.export.sources.onnx_file import Original, import_graph
+from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.specs import Ranges
 
 TOLERANCE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-5}
@@ -36,10 +36,10 @@ def cases() -> dict[str, Any]:
     return {name: case for name, case in found.items() if "expanded" not in name}
 
 
-def opened(model: onnx.ModelProto, folder: Path, ranges: Ranges | None = None) -> tuple[ir.Model, Original]:
+def opened(model: onnx.ModelProto, folder: Path, ranges: Ranges | None = None) -> tuple[ir.Model, Imported]:
     onnx.save(model, folder / "model.onnx")
     imported = import_graph(folder / "model.onnx", ranges)
-    return imported.model, imported.original
+    return imported.model, imported
 
 
 def as_array(tensor: Any) -> Array:

@@ -29,7 +29,7 @@ from attnforge.export.graphs.execute import as_it_is, at_own_precision
 from attnforge.export.graphs.types import FLOAT, retype
 from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.sources.exported_program import open_program
-from attnforge.export.sources.onnx_file import Original, import_graph
+from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.shapes import infer_shapes
 from attnforge.export.sources.torch_module import capture, matchers
 from attnforge.precision import precision_named
@@ -95,6 +95,10 @@ def one_node(
     graph = helper.make_graph([node], "graph", specs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
     return ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+
+
+def as_imported(model: ir.Model) -> Imported:
+    return Imported(model, [], [], {}, model, FP32)
 
 
 def feeds(inputs: list[Array | None]) -> dict[str, Array]:
@@ -245,7 +249,7 @@ F = nn.functional
 def test_float64_is_float64(
     op_type: str, inputs: list[Array], attributes: dict[str, Any], truth: Callable[..., Tensor]
 ) -> None:
-    original = Original(one_node(op_type, list(inputs), **attributes), FP32)
+    original = as_imported(one_node(op_type, list(inputs), **attributes))
     (exact,) = original.exact(feeds(list(inputs))).values()
     expected = truth(*(torch.from_numpy(array).double() for array in inputs)).numpy()
     assert exact.dtype == np.float64
@@ -274,7 +278,7 @@ WIDE = normal(2, 5, 8)
 )  # fmt: skip
 def test_float64_of_fused_operators(op_type: str, inputs: list[Array | None], attributes: dict[str, Any]) -> None:
     """Their decompositions equal ONNX Runtime's fp32 kernels, within the accuracy of fp32."""
-    original = Original(one_node(op_type, inputs, "com.microsoft", **attributes), FP32)
+    original = as_imported(one_node(op_type, inputs, "com.microsoft", **attributes))
     given, exact = original.eager(feeds(inputs))["y"], original.exact(feeds(inputs))["y"]
     assert exact.dtype == np.float64
     assert np.any(exact != exact.astype(np.float32))
@@ -284,7 +288,7 @@ def test_float64_of_fused_operators(op_type: str, inputs: list[Array | None], at
 def test_an_operator_without_a_double_path_is_refused_by_name() -> None:
     inputs: list[Array | None] = [WIDE, WIDE, WIDE, None, None, np.array([4, 4], np.int32), np.array(5, np.int32)]
     smooth = {"num_heads": 2, "kv_num_heads": 2, "smooth_softmax": 1}
-    original = Original(one_node("GroupQueryAttention", inputs, "com.microsoft", **smooth), FP32)
+    original = as_imported(one_node("GroupQueryAttention", inputs, "com.microsoft", **smooth))
     with pytest.raises(BuildError, match="GroupQueryAttention"):
         original.exact(feeds(inputs))
 
