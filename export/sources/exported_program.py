@@ -176,31 +176,28 @@ def taking(name: str, kind: type[M], names: Sequence[str]) -> type[M]:
 
 def _dims(program: ExportedProgram, example: dict[str, Tensor], ranges: Ranges) -> dict[str, dict[int, Any]]:
     """`torch.export`'s dynamic shapes, from the shapes of the program's inputs and the bounds of their symbols."""
-    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in example}
     names: dict[Any, str] = {}
     sizes: dict[Any, int] = {}
-    for name, shape in shapes.items():
-        for i, size in enumerate(shape):
+    factors: dict[str, dict[int, tuple[int, Any]]] = {}
+    for name, node in ((node.name, node) for node in program.graph.nodes if node.name in example):
+        factors[name] = {}
+        for i, size in enumerate(node.meta["val"].shape):
             if isinstance(size, int):
                 continue
             expression = size.node.expr
-            factor, rest = expression.as_coeff_Mul()
-            if not rest.is_Symbol or not factor.is_Integer:
+            factor, symbol = expression.as_coeff_Mul()
+            if not symbol.is_Symbol or not factor.is_Integer:
                 raise CaptureError(
                     f"dim {i} of input {name!r} is {expression}; only multiples are supported as derived dims"
                 )
-            names.setdefault(rest, f"{name}_dim{i}")
-            sizes[rest] = example[name].shape[i] // int(factor)
+            names.setdefault(symbol, f"{name}_dim{i}")
+            sizes[symbol] = example[name].shape[i] // int(factor)
+            factors[name][i] = int(factor), symbol
     dims = _bounded(program, names, sizes, ranges)
     return {
-        name: {i: _dim(size.node.expr, dims) for i, size in enumerate(shape) if not isinstance(size, int)}
-        for name, shape in shapes.items()
+        name: {i: dims[symbol] if factor == 1 else factor * dims[symbol] for i, (factor, symbol) in of_input.items()}
+        for name, of_input in factors.items()
     }
-
-
-def _dim(expression: Any, dims: Mapping[Any, Any]) -> Any:
-    factor, symbol = expression.as_coeff_Mul()
-    return dims[symbol] if factor == 1 else int(factor) * dims[symbol]
 
 
 def _bounded(
@@ -215,17 +212,16 @@ def _bounded(
     dims: dict[Any, Any] = {}
     missing: dict[str, str] = {}
     for symbol, name in names.items():
-        bounds = program.range_constraints[symbol]
+        bounds, usual = program.range_constraints[symbol], sizes[symbol]
         low, high = max(int(bounds.lower), 1), bounds.upper
         if name in ranges:
-            if ranges[name][0] < low or ranges[name][1] != sizes[symbol]:
+            if ranges[name][0] < low or ranges[name][1] != usual:
                 raise UsageError(
                     f"the range of {name!r} is {':'.join(map(str, ranges[name]))}; the least size must be {low} or "
-                    f"more, and the usual size that of the program's example, {sizes[symbol]}"
+                    f"more, and the usual size that of the program's example, {usual}"
                 )
             low, _, high = ranges[name]
         if not getattr(high, "is_Integer", True) or int(high) >= 2**62:
-            usual = sizes[symbol]
             missing[name] = f"--dim {name}={max(usual // 2, 1)}:{usual}:{4 * usual}"
             continue
         dims[symbol] = Dim(name, min=low, max=int(high))
