@@ -64,24 +64,9 @@ class Derived:
     """
 
     def __init__(self, whole: ReferenceModel, precision: Precision, reference: str, eager: Eager) -> None:
-        self._whole, self._eager = whole, eager
+        self.inputs, self.example = whole.inputs, whole.example
         self.precision, self.reference = precision, reference
-        self.inputs: list[TensorSpec] = whole.inputs
-
-    def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return self._eager(inputs)
-
-    @property
-    def example(self) -> dict[str, Array]:
-        return self._whole.example
-
-    def exact(
-        self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
-    ) -> dict[str, Array]:
-        return self._whole.exact(inputs, peaks, noise)
-
-    def at(self, precision: Precision) -> ReferenceModel:
-        return self._whole.at(precision)
+        self.eager, self.exact, self.at = eager, whole.exact, whole.at
 
 
 def at_precision(inputs: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
