@@ -34,8 +34,8 @@ WIDE: Mapping[torch.dtype, torch.dtype] = {
 LEAST = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 """Numbers that stand for minus infinity in code that was written, or exported, for a narrower type."""
 
-PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}
-"""Types of arguments that are not containers."""
+PLAIN = {Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device}
+"""The most common types of arguments that are not containers."""
 
 CENTRED = {aten.std, aten.std_mean, aten.var, aten.var_mean}
 """Operators that subtract the mean of their operand."""
@@ -74,7 +74,8 @@ UNIT, LEAST_STEP = 2.0**-24, 2.0**-149
 """The unit roundoff of fp32, the type of sums in fp32 and TF32, and its smallest positive number."""
 
 KEPT = 3 << 28
-"""Bytes of widened parameters that are kept for later operators and runs; other parameters are widened at each use."""
+"""Bytes of widened parameters that are kept for later operators and runs; other parameters are widened at each use. In
+the first run, which has the largest sizes, none are: its own results need the memory."""
 
 SCORES = 1 << 22
 """Attention scores that are in memory at a time: 32 MiB."""
@@ -89,7 +90,7 @@ class Float64:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters: _Parameters | None = _Parameters()
+        self._parameters: _Kept | None = _Kept(most=0)
 
     def __call__(
         self, inputs: Mapping[str, Array], peaks: list[float] | None = None, noise: np.random.Generator | None = None
@@ -115,7 +116,7 @@ class Float64:
                 # that cannot be intercepted.
                 with _wide_by_default(), noting, rounding, _Operators(widen), _Functions(widen), fused:
                     outputs = run(self._module, inputs, torch.float64)
-                self._parameters.are_kept = True
+                self._parameters.most = KEPT
                 return outputs
             except CaptureError:  # code that bypasses the dispatch, such as a script, does not see widened weights
                 if noise is not None:
@@ -139,25 +140,24 @@ def _wide_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class _Parameters:
-    """The parameters that stay widened between runs, up to :data:`KEPT` bytes.
+class _Kept:
+    """Widened tensors.
 
-    Attributes:
-        are_kept: whether they are kept. They are not in the first run, which has the largest sizes: its own results
-            need the memory.
+    Args:
+        most: bytes up to which they are kept for their next use.
     """
 
-    def __init__(self) -> None:
-        self.are_kept = False
+    def __init__(self, most: float = math.inf) -> None:
+        self.most = most
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes = 0
 
-    def widened(self, parameter: Tensor) -> Tensor:
-        if id(parameter) in self._tensors:
-            return self._tensors[id(parameter)][1]
-        wide = parameter.to(WIDE[parameter.dtype])
-        if self.are_kept and self._bytes + wide.nbytes <= KEPT:
-            self._tensors[id(parameter)] = parameter, wide
+    def widened(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._tensors:
+            return self._tensors[id(tensor)][1]
+        wide = tensor.to(WIDE[tensor.dtype])
+        if self._bytes + wide.nbytes <= self.most:
+            self._tensors[id(tensor)] = tensor, wide
             self._bytes += wide.nbytes
         return wide
 
@@ -169,39 +169,30 @@ class _Widen:
     writes of one operator are visible to the next; the module's own tensors are not changed.
     """
 
-    def __init__(self, parameters: _Parameters) -> None:
-        self._parameters = parameters
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, parameters: _Kept) -> None:
+        self._parameters, self._others = parameters, _Kept()
 
     def __call__(self, arguments: Any) -> Any:
         """The arguments with every operand widened. This runs twice per operator, so the most common types are handled
         here; torch's pytrees, which know every container, take four times as long."""
         kind = type(arguments)
-        if kind is Tensor or kind is nn.Parameter:
-            return self._tensor(arguments) if arguments.dtype in WIDE else arguments
+        if kind in PLAIN:
+            return self._argument(arguments)
         if kind is tuple or kind is list:
             return kind([self(argument) for argument in arguments])
         if kind is dict:
             return {name: self(argument) for name, argument in arguments.items()}
-        if kind in PLAIN or isinstance(arguments, Tensor):
-            return self._argument(arguments)
         return pytree.tree_map(self._argument, arguments)
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            return self._tensor(argument) if argument.dtype in WIDE else argument
+            kept = self._parameters if isinstance(argument, nn.Parameter) else self._others
+            return kept.widened(argument) if argument.dtype in WIDE else argument
         if isinstance(argument, torch.dtype):
             return WIDE.get(argument, argument)
         if isinstance(argument, float) and argument in LEAST:
             return torch.finfo(torch.float64).min
         return argument
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return self._parameters.widened(tensor)
-        if id(tensor) not in self._kept:
-            self._kept[id(tensor)] = tensor, tensor.to(WIDE[tensor.dtype])
-        return self._kept[id(tensor)][1]
 
 
 DTYPE: Callable[[Any], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
