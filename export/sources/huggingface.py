@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,8 @@ def example(
     if str(random_weights).lower() not in ("true", "false"):
         raise UsageError(f"random_weights is {shortened(str(random_weights))!r}; give true or false")
     architecture = architecture or ("AutoModel" if embedding else None)
-    model: Any = load(folder, attention, architecture, _number("seed", seed), str(random_weights).lower() == "true")
-    random = model.random_weights and f"{model.random_weights}, seed {seed}"
+    is_random = str(random_weights).lower() == "true"
+    model, random = _loaded(folder, attention, architecture, _number("seed", seed), is_random)
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
             raise UsageError(f"{type(model).__name__} has no part {part!r}; encoder-decoders have encoder and decoder")
@@ -118,7 +118,7 @@ def example(
     if max_tokens is None and (most := sentences.most_tokens(folder)) is not None:
         sizes["max_tokens"] = most
     made = around(model, **sizes, dynamic=dynamic, embedding=embedding, only=inputs)
-    made.module.random_weights = random  # type: ignore[assignment]
+    made.module.random_weights = random and f"{random}, seed {seed}"  # type: ignore[assignment]
     return made
 
 
@@ -130,13 +130,12 @@ def _number(name: str, value: int | str) -> int:
     return int(value)
 
 
-def load(
-    path: str | os.PathLike[str], attention: str | None, architecture: str | None, seed: int, random: bool = False
-) -> nn.Module:
-    """Load the model itself, with the weights in the folder if there are any, else with random weights; with `random`,
-    missing weights are random too."""
+def _loaded(
+    folder: Path, attention: str | None, architecture: str | None, seed: int, random: bool
+) -> tuple[Any, str | None]:
+    """The model itself, with the weights in the folder if there are any, else with random weights; with `random`,
+    missing weights are random too. And which weights are random."""
     transformers = extra("transformers", "hf")
-    folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
         raise UsageError(f"no Hugging Face configuration at {folder}; give a folder with config.json, or that file")
     with raised_as(UsageError, f"{folder} has no configuration that transformers knows"), quiet():
@@ -154,11 +153,11 @@ def load(
     torch.manual_seed(seed)
     with raised_as(UsageError, f"transformers cannot build {kind.__name__} from {folder}"):
         try:
-            return _build(kind, config, folder, attention or "sdpa", random).eval()
+            return _built(kind, config, folder, attention or "sdpa", random)
         except ValueError as error:
             if attention is not None or "attention implementation" not in str(error):
                 raise
-            return _build(kind, config, folder, "eager", random).eval()
+            return _built(kind, config, folder, "eager", random)
 
 
 def _check_size(folder: Path, config: Any) -> None:
@@ -210,27 +209,22 @@ def _has_weights(folder: Path) -> bool:
     return False
 
 
-def _build(kind: Any, config: Any, folder: Path, attention: str, random: bool) -> nn.Module:
+def _built(kind: Any, config: Any, folder: Path, attention: str, random: bool) -> tuple[Any, str | None]:
+    """The model in eval mode, and which of its weights are random."""
     if _has_weights(folder):
         with quiet():  # a progress bar
             model, loaded = kind.from_pretrained(
                 str(folder), local_files_only=True, attn_implementation=attention, trust_remote_code=False,
                 output_loading_info=True,
             )  # fmt: skip
-        assert isinstance(model, nn.Module)
         missing = sorted(loaded["missing_keys"])
         if not random:
             _check_loaded(model, missing, folder)
-        model.random_weights = _named(missing)  # type: ignore[assignment]
-        return model
+        return model.eval(), _named(missing)
     if kind.__name__ == "AutoModel":
-        model = kind.from_config(config, attn_implementation=attention, trust_remote_code=False)
-    else:
-        config._attn_implementation = attention
-        model = kind(config)
-    assert isinstance(model, nn.Module)
-    model.random_weights = "all"  # type: ignore[assignment]
-    return model
+        return kind.from_config(config, attn_implementation=attention, trust_remote_code=False).eval(), "all"
+    config._attn_implementation = attention
+    return kind(config).eval(), "all"
 
 
 def _check_loaded(model: Any, missing: Sequence[str], folder: Path) -> None:
@@ -273,8 +267,7 @@ def around(
     model.config.use_cache = False
     most = max_tokens or longest(model.config)
     tokens = tokens or min(TOKENS, most)
-    further = {TYPES} if only is not None and TYPES in only else set[str]()
-    inputs = _chosen(example_inputs(model, batch, tokens, further), only)
+    inputs = _example_inputs(model, batch, tokens, only)
     bounds = {"batch": (1, batch, max_batch), "tokens": (SHORTEST, tokens, most)}
     for name in varying:
         least, usual, largest = bounds[name]
@@ -285,18 +278,10 @@ def around(
             )
     dims = {name: Dim(name, min=bounds[name][0], max=bounds[name][2]) for name in varying}
     shapes: dict[str, dict[int, Any] | None] = {
-        name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or _is_text(name))}
+        name: {i: dims[dim] for i, dim in enumerate(("batch", "tokens")) if dim in dims and (i == 0 or name in _TEXTS)}
         for name in inputs
     }
     return Example(taking("PlainTensors", PlainTensors, list(inputs))(model, embedding), tuple(inputs.values()), shapes)
-
-
-def _chosen(inputs: dict[str, Tensor], only: str | None) -> dict[str, Tensor]:
-    """The inputs named in `only`, or all inputs."""
-    wanted = list(inputs) if only is None else [name.strip() for name in only.split(",")]
-    if unknown := [name for name in wanted if name not in inputs]:
-        raise UsageError(f"inputs={only!r} names {unknown[0]!r}; the inputs of this model are {', '.join(inputs)}")
-    return {name: inputs[name] for name in wanted}
 
 
 def files_of(path: str | os.PathLike[str]) -> tuple[Path | None, Path | None, list[int]]:
@@ -316,8 +301,8 @@ def files_of(path: str | os.PathLike[str]) -> tuple[Path | None, Path | None, li
     return tokenizer, processor, ids
 
 
-def _is_text(name: str) -> bool:
-    return name.endswith(("input_ids", "attention_mask", "token_type_ids"))
+_TEXTS = ("input_ids", "decoder_input_ids", "attention_mask", TYPES)
+"""The inputs whose second dim is that of tokens."""
 
 
 def longest(config: Any) -> int:
@@ -332,30 +317,34 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_targ
 """The names that configurations use for the size of their position table."""
 
 
-def example_inputs(model: Any, batch: int, tokens: int, further: Collection[str] = ()) -> dict[str, Tensor]:
+def _example_inputs(model: Any, batch: int, tokens: int, only: str | None) -> dict[str, Tensor]:
     """Example inputs by name, in the order of forward's arguments; all texts except the first end in padding.
 
     Args:
         model: the model.
         batch, tokens: their sizes.
-        further: names of optional inputs that are wanted, if the model has them.
+        only: names of the inputs that are wanted, optional ones among them, in their order; None for all others.
 
     Raises:
-        UsageError: the model's main input is of an unsupported kind.
+        UsageError: the model's main input is of an unsupported kind, or it has no input of a name.
     """
     takes = inspect.signature(model.forward).parameters
     main = model.main_input_name
     if main not in _MAKERS:
         raise UsageError(f"{type(model).__name__} takes {main}; the supported main inputs are {', '.join(_MAKERS)}")
-    needed = {main, *further}
-    if main in ("input_ids", "pixel_values"):
-        needed |= {"input_ids", "pixel_values"}
+    needed = {main, "input_ids", "pixel_values"} if main in ("input_ids", "pixel_values") else {main}
+    if only is not None and TYPES in only:
+        needed.add(TYPES)
     if "input_ids" in takes and "input_ids" in needed:
         needed.add("attention_mask")
     if model.config.is_encoder_decoder:
         needed.add("decoder_input_ids")
     random = torch.Generator().manual_seed(0)
-    return {name: _MAKERS[name](model.config, batch, tokens, random) for name in takes if name in needed}
+    inputs = {name: _MAKERS[name](model.config, batch, tokens, random) for name in takes if name in needed}
+    wanted = list(inputs) if only is None else [name.strip() for name in only.split(",")]
+    if unknown := [name for name in wanted if name not in inputs]:
+        raise UsageError(f"inputs={only!r} names {unknown[0]!r}; the inputs of this model are {', '.join(inputs)}")
+    return {name: inputs[name] for name in wanted}
 
 
 def _token_ids(config: Any, batch: int, tokens: int, random: torch.Generator) -> Tensor:
