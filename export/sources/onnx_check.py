@@ -147,8 +147,7 @@ def _why_invalid(node: ir.Node, opset: int) -> str:
     for a in node.attributes.values():
         if (wanted := types.get(a.name, a.type.name)) != a.type.name:
             return f"has the attribute {a.name} of the type {a.type.name}, not {wanted}"
-        numbers = a.as_ints() if a.type == ir.AttributeType.INTS else ()
-        numbers = (a.as_int(),) if a.type == ir.AttributeType.INT else numbers
+        numbers = {ir.AttributeType.INT: (a.value,), ir.AttributeType.INTS: a.value}.get(a.type, ())
         if a.name in BOUNDS and not all(BOUNDS[a.name][0] <= number <= BOUNDS[a.name][1] for number in numbers):
             return f"has the {a.name} {', '.join(map(str, numbers))}"
         if a.name == "kernel_shape" and "Pool" in node.op_type and prod(map(abs, numbers)) > LARGEST_WINDOW:
@@ -353,11 +352,10 @@ def _check_order(graph: ir.Graph) -> None:
     for node in graph:
         for value in node.inputs:
             if value is not None and id(value) not in known:
-                producer = value.producer()
-                why = (
-                    "which nothing defines" if producer is None else "which it defines itself or a later operator does"
+                who = "nothing defines" if value.producer() is None else "it defines itself or a later operator does"
+                raise UsageError(
+                    f"{node.op_type} ({node.name}) takes {value.name!r}, which {who}; export the graph again"
                 )
-                raise UsageError(f"{node.op_type} ({node.name}) takes {value.name!r}, {why}; export the graph again")
         known |= {id(value) for value in node.outputs}
     if missing := [value.name for value in graph.outputs if id(value) not in known]:
         raise UsageError(f"the output {missing[0]!r} is not computed by any operator; export the graph again")
