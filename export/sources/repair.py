@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
@@ -26,9 +26,6 @@ FLOAT, FUSED = ir.DataType.FLOAT, "FusedMatMul"
 
 LEAST_BYTES = 1024
 """Minimum size of a weight that is shared."""
-
-_MATCHING = threading.Lock()
-"""Held while onnxscript's matcher is replaced."""
 
 ROUNDS = 2
 """Rounds of folding constants and applying rules, as many as torch's exporter runs by default."""
@@ -128,27 +125,19 @@ def _keep_types(graph: ir.Graph) -> None:
                     weight.dtype = dtype
 
 
-@contextmanager
-def _rules_by_operator() -> Iterator[None]:
-    """Try each rule only at nodes of the operator that its pattern ends in. onnxscript tries each at every node, and
-    lists all nodes of the graph again at each for the patterns that end in two.
+def _rules_by_operator() -> AbstractContextManager[object]:
+    """A block in which each rule is tried only at nodes of the operator that its pattern ends in. onnxscript tries each
+    at every node, and lists all nodes of the graph again at each for the patterns that end in two.
 
-    The matcher is private to onnxscript. With a version that has it elsewhere, and while another thread exports, this
-    has no effect.
+    The matcher is private to onnxscript. With a version that has it elsewhere, this has no effect.
     """
     try:
         from onnxscript.rewriter._basics import MatchResult
         from onnxscript.rewriter._matcher import SimplePatternMatcher
 
-        matchers: Any = SimplePatternMatcher
-        fails = MatchResult().fail("another operator")
+        match, fails = SimplePatternMatcher.match, MatchResult().fail("another operator")
     except (AttributeError, ImportError):
-        yield
-        return
-    if not hasattr(matchers, "match") or not _MATCHING.acquire(blocking=False):
-        yield
-        return
-    match = matchers.match  # with the lock held, so it is onnxscript's own
+        return nullcontext()
 
     def match_operator(matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
         # None if it ends in one of several operators, or is a commuted pattern
@@ -157,12 +146,7 @@ def _rules_by_operator() -> Iterator[None]:
             return match(matcher, model, graph, node, **options)
         return fails
 
-    matchers.match = match_operator
-    try:
-        yield
-    finally:
-        matchers.match = match
-        _MATCHING.release()
+    return patch.object(SimplePatternMatcher, "match", match_operator)
 
 
 def unfuse(model: ir.Model) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
@@ -150,7 +152,8 @@ def capture(
     shapes = _by_name(names, dynamic_shapes)
     dtype = torch_dtype(precision)
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
-    dims = {name: _dims(name, arg, shapes.get(name)) for name, arg in zip(names, cast, strict=True)}
+    inputs = inputs_of(copied, cast, dynamic_shapes)
+    dynamic = [dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
     if any(isinstance(layer, nn.RNNBase) for layer in copied.modules()):
         torch._dynamo.reset()  # which keeps loops over tokens of earlier exports, and fixes sizes that it compares
@@ -159,9 +162,8 @@ def capture(
         answers, ran = _answers(copied, uncalled, cast, precision)
         renamed = [name for name in names if name in answers]
         answers = named_outputs(answers, names)
-        is_dynamic = any(isinstance(dim, DimSpec) for declared in dims.values() for dim in declared)
         called = at_precision(copied, precision)  # torch replaces the containers of what it exports
-        program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers), in_signature)
+        program = _program((uncalled, called) if dynamic else (called,), cast, names, list(answers), in_signature)
     for name in renamed:
         log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, apart(name))
     model = program.model
@@ -171,19 +173,16 @@ def capture(
         check_operator(node)
     exported = program.exported_program
     assert exported is not None
-    _rename_symbols(model, exported, dims)
+    _rename_symbols(model, exported, inputs)
     computed_by_torch(program)
     repair(model)
     share_weights(model)
     if any(is_op(node, *RECURRENT) for node in model.graph):
-        for dim in (dim for declared in dims.values() for dim in declared if isinstance(dim, DimSpec)):
+        for dim in dynamic:
             dim.min = dim.min or dim.factor
-    inputs = []
-    for value, name, arg in zip(model.graph.inputs, names, cast, strict=True):
-        value.name = name  # one that is returned as it is has the name of an output
-        _check_symbolic(value, dims[name])
-        inputs.append(spec_of(value, dims[name]))
-        note_example(inputs[-1], to_numpy(name, arg))
+    for value, spec, arg in zip(model.graph.inputs, inputs, cast, strict=True):
+        value.name = spec.name  # one that is returned as it is has the name of an output
+        note_example(spec, to_numpy(spec.name, arg))
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
     _forget_graphs()
     used, kept = in_program(exported), in_graph(model.graph)
@@ -299,29 +298,19 @@ def inputs_of(module: nn.Module, args: Sequence[Tensor], dynamic_shapes: Dynamic
 def _prepared_exporter() -> Iterator[None]:
     """Spare torch's exporter three kinds of work that take most of a small export: building its table of ONNX functions
     for each export, decomposing programs that have nothing to decompose, and tracing all operators once more to find
-    the few whose operands are of several dtypes.
+    the few whose operands are of several dtypes. All are private to torch."""
+    from torch.onnx._internal.exporter import _fx_passes
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+    from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
 
-    All are private to torch. With a version that has them elsewhere, this has no effect.
-    """
-    try:
-        from torch.onnx._internal.exporter import _fx_passes
-        from torch.onnx._internal.exporter._registration import ONNXRegistry
-        from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
-
-        patched = [(ONNXRegistry, "from_torchlib"), (_fx_passes, "decompose_with_registry"), (Promotion, "run_node")]
-        originals = [vars(owner)[name] for owner, name in patched]
-    except (AttributeError, ImportError, KeyError):
-        yield
-        return
     table = staticmethod(partial(_registry, ONNXRegistry.from_torchlib))
-    replacements = [table, partial(decomposed, originals[1]), promoted(originals[2])]
-    for place, replacement in zip(patched, replacements, strict=True):
-        setattr(*place, replacement)
-    try:
+    decompose = partial(decomposed, _fx_passes.decompose_with_registry)
+    with (
+        patch.object(ONNXRegistry, "from_torchlib", table),
+        patch.object(_fx_passes, "decompose_with_registry", decompose),
+        patch.object(Promotion, "run_node", promoted(Promotion.run_node)),
+    ):
         yield
-    finally:
-        for place, original in zip(patched, originals, strict=True):
-            setattr(*place, original)
 
 
 def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
@@ -393,8 +382,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
     """The dynamic shapes of every input by name; empty if nothing is dynamic."""
     if dynamic_shapes is None:
         return {}
-    if not isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = dict(zip(names, _listed(dynamic_shapes), strict=False))
+    dynamic_shapes = _by_key(dynamic_shapes, names)
     if unknown := sorted({*map(str, dynamic_shapes)} - {*names}):
         raise CaptureError(f"dynamic_shapes names {', '.join(unknown)}; the inputs are {', '.join(names)}")
     return {name: dynamic_shapes.get(name) for name in names}
@@ -402,8 +390,7 @@ def _by_name(names: list[str], dynamic_shapes: DynamicShapes) -> dict[str, Any]:
 
 def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     """The dims of one input: an int for a fixed dim, else the range of the Dim that is declared for it."""
-    if not isinstance(shapes, Mapping):
-        shapes = dict(enumerate(_listed(shapes or ())))
+    shapes = _by_key(shapes or {}, itertools.count())
     if unknown := [dim for dim in shapes if dim not in range(arg.dim())]:
         raise CaptureError(f"dynamic_shapes has dim {unknown[0]} of {name!r}, whose dims are 0 to {arg.dim() - 1}")
     dims: Dims = []
@@ -431,31 +418,39 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
     return dims
 
 
-def _listed(shapes: Any) -> Any:
-    if not isinstance(shapes, Sequence):
+def _by_key(shapes: Any, keys: Iterable[Any]) -> Mapping[Any, Any]:
+    """Dynamic shapes that were given by key, or in the order of the keys."""
+    if not isinstance(shapes, Mapping | Sequence):
         raise CaptureError(f"dynamic_shapes has {shapes!r} in place of a {{dim: torch.export.Dim}} for each input")
-    return shapes
+    return shapes if isinstance(shapes, Mapping) else dict(zip(keys, shapes, strict=False))
 
 
-def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, Dims]) -> None:
+def _rename_symbols(model: ir.Model, exported: ExportedProgram, inputs: Sequence[TensorSpec]) -> None:
     """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape.
 
     Raises:
-        CaptureError: the exporter narrowed a dim to the multiples of a number.
+        CaptureError: the exporter fixed a dim that was declared dynamic, or narrowed it to the multiples of a number.
     """
     aliases: dict[str, str] = {}
     examples = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
-    for name, declared in zip(exported.graph_signature.user_inputs, dims.values(), strict=True):
-        for i, (size, dim) in enumerate(zip(examples[name].shape, declared, strict=True)):
-            if isinstance(dim, DimSpec) and not isinstance(size, int):
-                multiple, symbol = size.node.expr.as_coeff_Mul()
-                if multiple != dim.factor:
-                    raise CaptureError(
-                        f"dim {i} of input {name!r} was declared dynamic ({dim.text}) but the export takes only "
-                        f"multiples of {multiple}: the module's code depends on its value; give {multiple} * "
-                        "torch.export.Dim(…)"
-                    )
-                aliases[str(symbol)] = dim.symbol
+    for name, spec in zip(exported.graph_signature.user_inputs, inputs, strict=True):
+        for i, (size, dim) in enumerate(zip(examples[name].shape, spec.dims, strict=True)):
+            if isinstance(dim, int):
+                continue
+            declared = f"dim {i} of input {spec.name!r} was declared dynamic ({dim.text}) but the export"
+            if isinstance(size, int):
+                raise CaptureError(
+                    f"{declared} fixed it at {size}: the module's code depends on its value, as it does with len(x) in "
+                    "place of x.shape[0], math.sqrt(n) in place of n**0.5 and int(n / 2) in place of n // 2; give "
+                    f"{'an example size of at least 2' if size == 1 else 'no Dim for it'}"
+                )
+            multiple, symbol = size.node.expr.as_coeff_Mul()
+            if multiple != dim.factor:
+                raise CaptureError(
+                    f"{declared} takes only multiples of {multiple}: the module's code depends on its value; give "
+                    f"{multiple} * torch.export.Dim(…)"
+                )
+            aliases[str(symbol)] = dim.symbol
     pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
     for value in (v for node in model.graph for v in node.outputs):
         if value.shape is None:
@@ -464,23 +459,6 @@ def _rename_symbols(model: ir.Model, exported: ExportedProgram, dims: dict[str, 
             d if isinstance(d, int) or d.value is None else pattern.sub(lambda m: aliases[m.group()], d.value)
             for d in value.shape
         )
-
-
-def _check_symbolic(value: ir.Value, dims: Dims) -> None:
-    """Check that the export did not fix a dim that was declared dynamic.
-
-    Raises:
-        CaptureError: it did.
-    """
-    assert value.shape is not None
-    for i, (declared, got) in enumerate(zip(dims, value.shape, strict=True)):
-        if isinstance(declared, DimSpec) and isinstance(got, int):
-            raise CaptureError(
-                f"dim {i} of input {value.name!r} was declared dynamic ({declared.text}) but the export fixed it at "
-                f"{got}: the module's code depends on its value, as it does with len(x) in place of x.shape[0], "
-                f"math.sqrt(n) in place of n**0.5 and int(n / 2) in place of n // 2; give "
-                f"{'an example size of at least 2' if got == 1 else 'no Dim for it'}"
-            )
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
