@@ -188,9 +188,10 @@ def _built(
     given = dict(options.model_options or {})
     if options.cache_tokens is not None and model.startswith(named.HUGGING_FACE):
         given = {"inputs": "input_ids", "max_tokens": str(options.cache_tokens), **given}
-    example, source = named.model_named(model, given, options.weights, dynamic_shapes)
-    if source is None:
-        return example.module, args, example.dynamic_shapes, options
+    built = named.model_named(model, given, options.weights, dynamic_shapes)
+    if built is None:
+        return Path(model), args, dynamic_shapes, options
+    example, source = built
     if args is not None:
         raise UsageError(f"{model} has example inputs of its own; leave args out, or give the module itself")
     files = named.files_of(model)

@@ -23,19 +23,11 @@ FILES = (".onnx", ".pt2")
 HUGGING_FACE = "hf:"
 
 
-class File(NamedTuple):
-    """A file that :func:`attnforge.deploy` reads itself, and the ranges of its dynamic dims."""
-
-    module: Path
-    args: None
-    dynamic_shapes: Any
-
-
 def model_named(
     model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None, dims: Any
-) -> tuple[Example | File, Source | None]:
-    """The named model in the form that :func:`attnforge.deploy` takes, and the manifest's record of it; the record is
-    None for a file, for which `deploy` writes it.
+) -> tuple[Example, Source] | None:
+    """The named model in the form that :func:`attnforge.deploy` takes, and the manifest's record of it; None for a
+    file, which `deploy` reads itself.
 
     Args:
         model: a name as for :func:`build`, or the path of an `.onnx` or `.pt2` file.
@@ -57,7 +49,7 @@ def model_named(
         raise UsageError(f"{model} is a file that contains its weights and sizes; it takes no options and no weights")
     if not Path(model).is_file():
         raise UsageError(f"no file {model!r}; give the path of an ONNX model or an exported program, or a model's name")
-    return File(Path(model), None, dims), None
+    return None
 
 
 def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str] | None) -> tuple[Example, Source]:
@@ -74,8 +66,10 @@ def build(model: str, options: Mapping[str, Any], weights: str | os.PathLike[str
         UnknownNameError: no registered model or option has that name.
         UsageError: the callable cannot be imported, or returns something else.
     """
-    kind = "huggingface" if model.startswith(HUGGING_FACE) else "callable" if ":" in model else "registered"
-    return KINDS[kind](model, options, None if weights is None else os.fspath(weights))
+    kind: Any = "huggingface" if model.startswith(HUGGING_FACE) else "callable" if ":" in model else "registered"
+    path = None if weights is None else os.fspath(weights)
+    example, random = KINDS[kind](model, options, path)
+    return example, Source(kind=kind, name=model, options=dict(options), weights=path, random_weights=random)
 
 
 class Files(NamedTuple):
@@ -115,7 +109,7 @@ def name_of(model: str) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _registered(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+def _registered(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, str | None]:
     if model not in MODELS and os.path.exists(model):
         raise UsageError(
             f"{model!r} is not an .onnx or .pt2 file; give one, hf:{model} for a Hugging Face folder, or a "
@@ -123,10 +117,10 @@ def _registered(model: str, options: Mapping[str, Any], weights: str | None) -> 
         )
     example = build_model(model, weights=weights, **options)
     random = f"all, seed {SEED}" if weights is None and MODELS[model].weights is None else None
-    return example, Source(kind="registered", name=model, options=dict(options), weights=weights, random_weights=random)
+    return example, random
 
 
-def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, None]:
     module_name, _, function_name = model.partition(":")
     sys.path.insert(0, os.getcwd())  # for a user's own file in the folder in which the command is run
     try:
@@ -146,33 +140,31 @@ def _from_callable(model: str, options: Mapping[str, Any], weights: str | None) 
         raise UsageError(f"{model} returned a {type(module).__name__} as module; return a torch.nn.Module")
     if weights is not None:
         load_weights(module, weights)
-    source = Source(kind="callable", name=model, options=dict(options), weights=weights)
-    return Example(module, tuple(args), dynamic_shapes), source
+    return Example(module, tuple(args), dynamic_shapes), None
 
 
-def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+def _from_hugging_face(model: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, str | None]:
     if weights is not None:
         raise UsageError(f"{model} takes the weights in its folder (model.safetensors), not those of another file")
     known = [name for name in inspect.signature(huggingface.example).parameters if name != "path"]
     if unknown := [name for name in options if name not in known]:
         raise UnknownNameError(f"option of {model}", unknown[0], known)
     example = huggingface.example(model.removeprefix(HUGGING_FACE), **options)
-    random = getattr(example.module, "random_weights", None)
-    return example, Source(kind="huggingface", name=model, options=dict(options), random_weights=random)
+    return example, getattr(example.module, "random_weights", None)
 
 
-def _from_program(file: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, Source]:
+def _from_program(file: str, options: Mapping[str, Any], weights: str | None) -> tuple[Example, None]:
     module, args = as_module(load_program(Path(file), trusted=True))
-    return Example(module, tuple(args.values()), None), Source(kind="program", name=file, options=dict(options))
+    return Example(module, tuple(args.values()), None), None
 
 
-KINDS: Mapping[str, Callable[[str, Mapping[str, Any], str | None], tuple[Example, Source]]] = {
+KINDS: Mapping[str, Callable[[str, Mapping[str, Any], str | None], tuple[Example, str | None]]] = {
     "registered": _registered,
     "callable": _from_callable,
     "huggingface": _from_hugging_face,
     "program": _from_program,
 }
-"""By the kind of a source, a function from its name, options and weights to the module and the manifest's record.
+"""By the kind of a source, a function from its name, options and weights to the module, and which weights are random.
 Whoever calls it for a manifest's record checks first that the source is trusted."""
 
 
