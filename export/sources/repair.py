@@ -78,15 +78,7 @@ def optimise(model: ir.Model) -> None:
         with _rules_by_operator():
             rewriter.rewrite(model, _RULES)
     _keep_types(model.graph)
-    for clean in (
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.LiftSubgraphInitializersToMainGraphPass(),
-        common.DeduplicateInitializersPass(),
-        common.CommonSubexpressionEliminationPass(),
-        common.OutputFixPass(),
-        common.NameFixPass(),
-    ):
-        clean(model)
+    optimizer.optimize(model, num_iterations=0)  # only what follows its rounds: constants and expressions are shared
     with _rules_by_operator():
         onnx_fusions.fuse(model)
     for node in list(model.graph):

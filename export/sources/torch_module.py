@@ -253,10 +253,9 @@ def _program(
                 program = way()
             assert program is not None
             optimise(program.model)
+            return program
         except Exception as error:
             errors.append(error)
-        else:
-            return program
     raise CaptureError(f"torch cannot export {type(last).__name__}: {_why(errors[-2])}") from errors[-2]
 
 
