@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from attnforge.arrays import Array, is_floating, to_numpy
-from attnforge.bundle import Case, DimSpec, Wrong
+from attnforge.bundle import Case, Wrong
 from attnforge.errors import BuildError, CaptureError, raised_as
 from attnforge.export.diagnosis.rewrites import SAME, region_of
 from attnforge.export.diagnosis.stages import line_of, module_of
@@ -34,7 +34,7 @@ from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float6
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.room import most_alive
-from attnforge.export.sources.torch_module import Captured
+from attnforge.export.sources.torch_module import Captured, symbols_of
 from attnforge.export.sources.widened import Float64
 from attnforge.memory import available
 from attnforge.numbers import scientific
@@ -254,7 +254,7 @@ def assumptions(source: Captured) -> list[tuple[str, dict[str, int]]]:
     is nearest the example's, and the smallest. One dim has another size than the example."""
     if source.program is None:
         return []
-    names = _names(source)
+    names = {s: name for s, name in symbols_of(source.program, source.inputs).items() if isinstance(s, sympy.Symbol)}
     low, opt, high = (sizes_at(source.inputs, bound) for bound in ("min", "opt", "max"))
     usual = {symbol: opt[name] for symbol, name in names.items()}
     found: list[tuple[str, dict[str, int]]] = []
@@ -271,22 +271,6 @@ def assumptions(source: Captured) -> list[tuple[str, dict[str, int]]]:
                 if len(found) < MOST and sizes not in [known for _, known in found]:
                     found.append((text, sizes))
     return found
-
-
-def _names(source: Captured) -> dict[sympy.Symbol, str]:
-    """The names of the inputs' dims by the program's symbols."""
-    assert source.program is not None
-    examples = {node.name: node.meta.get("val") for node in source.program.graph.nodes if node.op == "placeholder"}
-    names: dict[sympy.Symbol, str] = {}
-    for name, spec in zip(source.program.graph_signature.user_inputs, source.inputs, strict=True):
-        value = examples.get(name)
-        shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
-        for size, dim in zip(shape, spec.dims, strict=False):
-            if isinstance(dim, DimSpec) and isinstance(size, torch.SymInt):
-                symbol = size.node.expr / dim.factor
-                if isinstance(symbol, sympy.Symbol):
-                    names[symbol] = dim.symbol
-    return names
 
 
 def _conditions(source: Captured) -> Iterator[Any]:

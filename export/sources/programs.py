@@ -265,23 +265,21 @@ def _has_function(node: Node, known: Collection[object]) -> bool:
     return node.target in known and not is_left and not writes(node)
 
 
-def promoted(run_node: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
-    """Return what runs a node in torch's pass that casts operands of several dtypes to one: the nodes that the pass has
-    no rule for have their values already.
+def promoted(interpreter: Any, run_node: Callable[[Any, Node], Any], node: Node) -> Any:
+    """Run a node in torch's pass that casts operands of several dtypes to one: the nodes that the pass has no rule for
+    have their values already.
 
     Args:
-        run_node: torch's own method of its interpreter.
+        interpreter: torch's, which runs the pass.
+        run_node: torch's own method of it.
+        node: the node.
     """
-
-    def run(interpreter: Any, node: Node) -> Any:
-        has_rule = isinstance(node.target, OpOverload) and (
-            interpreter.type_promotion_table.get_rule(node.target.overloadpacket) is not None
-        )
-        if node.op == "call_function" and not has_rule and "val" in node.meta:
-            return node.meta["val"]
-        return run_node(interpreter, node)
-
-    return run
+    has_rule = isinstance(node.target, OpOverload) and (
+        interpreter.type_promotion_table.get_rule(node.target.overloadpacket) is not None
+    )
+    if node.op == "call_function" and not has_rule and "val" in node.meta:
+        return node.meta["val"]
+    return run_node(interpreter, node)
 
 
 # --- constants --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ def _keep_types(graph: ir.Graph) -> None:
 
 def _rules_by_operator() -> AbstractContextManager[object]:
     """A block in which each rule is tried only at nodes of the operator that its pattern ends in. onnxscript tries each
-    at every node, and lists all nodes of the graph again at each for the patterns that end in two.
+    at every node, and lists all nodes of the graph again at each for the patterns that end in two. And its rules, which
+    live as long as the process, would keep the graph that they visited last, with the module's weights.
 
     The matcher is private to onnxscript. With a version that has it elsewhere, this has no effect.
     """
@@ -135,7 +136,9 @@ def _rules_by_operator() -> AbstractContextManager[object]:
         # None if it ends in one of several operators, or is a commuted pattern
         ends_in = matcher.pattern.output_nodes[0].op_identifier()
         if ends_in is None or ends_in[:2] == (node.domain, node.op_type):
-            return match(matcher, model, graph, node, **options)
+            result = match(matcher, model, graph, node, **options)
+            matcher._graph = matcher._current_node = matcher._match = None
+            return result
         return fails
 
     return patch.object(SimplePatternMatcher, "match", match_operator)
@@ -184,14 +187,13 @@ def repair(model: ir.Model) -> None:
         x = input_of(node)
         for i in (1, 2):
             _know_shape(cache := input_of(node, i))
-            if cache.shape is None or x.shape is None:
+            if cache.shape is None or x.shape is None or sizes_of(cache)[0] != ONE or sizes_of(x)[0] == ONE:
                 continue
-            if sizes_of(cache)[0] == ONE and sizes_of(x)[0] != ONE:
-                key = cache, str(dims_of(x)[0])  # layers share their caches
-                if key not in expanded:
-                    build = partial(_expanded, cache=cache, x=x)
-                    expanded[key] = insert(model.graph, node, build, stem=f"{cache.name}/{key[1]}")
-                node.replace_input_with(i, expanded[key])
+            key = cache, str(dims_of(x)[0])  # layers share their caches
+            if key not in expanded:
+                build = partial(_expanded, cache=cache, x=x)
+                expanded[key] = insert(model.graph, node, build, stem=f"{cache.name}/{key[1]}")
+            node.replace_input_with(i, expanded[key])
 
 
 def _write_size(graph: ir.Graph, node: ir.Node) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
 import logging
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod
 from typing import Any
 from unittest.mock import patch
 
@@ -38,17 +37,7 @@ from attnforge.export.sources.translations import translations
 from attnforge.export.sources.widened import Float64
 from attnforge.precision import Precision
 from attnforge.quiet import quiet
-from attnforge.runtime.backends.eager import (
-    apart,
-    as_written,
-    at_precision,
-    named_outputs,
-    outputs_of,
-    products_in,
-    raised_at,
-    run,
-    torch_dtype,
-)
+from attnforge.runtime.backends import eager
 from attnforge.runtime.backends.uncompiled import traced
 
 log = logging.getLogger("attnforge")
@@ -106,8 +95,8 @@ class Captured:
     def eager(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs of the module at the bundle's precision; 16-bit outputs as float32 and integers as float64, which
         represent them exactly (64-bit integers up to 2^53)."""
-        with products_in(self.precision):
-            results = run(self.module, inputs, torch_dtype(self.precision))
+        with eager.products_in(self.precision):
+            results = eager.run(self.module, inputs, eager.torch_dtype(self.precision))
         wide = {name: value.float() if value.is_floating_point() else value.double() for name, value in results.items()}
         return {name: to_numpy(name, value) for name, value in wide.items()}
 
@@ -121,7 +110,7 @@ class Captured:
 
     def at(self, precision: Precision) -> Captured:
         """The same weights rounded to another precision; only :meth:`eager` of the result may be used."""
-        return replace(self, module=at_precision(self.module, precision), precision=precision)
+        return replace(self, module=eager.at_precision(self.module, precision), precision=precision)
 
     @cached_property
     def _float64(self) -> Float64:
@@ -147,25 +136,25 @@ def capture(
         CaptureError: torch cannot run or export the module with these arguments, an argument is not a tensor, a Dim has
             no max, or a dim that was declared dynamic was exported as a constant.
     """
-    copied = at_precision(module, precision)
+    copied = eager.at_precision(module, precision)
     names, args = _named(copied, args)
     shapes = _by_name(names, dynamic_shapes)
-    dtype = torch_dtype(precision)
+    dtype = eager.torch_dtype(precision)
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     inputs = inputs_of(copied, cast, dynamic_shapes)
     dynamic = [dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)]
     in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
     if any(isinstance(layer, nn.RNNBase) for layer in copied.modules()):
         torch._dynamo.reset()  # which keeps loops over tokens of earlier exports, and fixes sizes that it compares
-    with quiet(), torch.no_grad(), as_written(), _prepared_exporter():
-        uncalled = at_precision(copied, precision)
+    with quiet(), torch.no_grad(), eager.as_written(), _prepared_exporter():
+        uncalled = eager.at_precision(copied, precision)
         answers, ran = _answers(copied, uncalled, cast, precision)
         renamed = [name for name in names if name in answers]
-        answers = named_outputs(answers, names)
-        called = at_precision(copied, precision)  # torch replaces the containers of what it exports
+        answers = eager.named_outputs(answers, names)
+        called = eager.at_precision(copied, precision)  # torch replaces the containers of what it exports
         program = _program((uncalled, called) if dynamic else (called,), cast, names, list(answers), in_signature)
     for name in renamed:
-        log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, apart(name))
+        log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, eager.apart(name))
     model = program.model
     for value, name in zip(model.graph.outputs, answers, strict=True):
         value.name = name  # a value that is returned twice has the last of its names
@@ -173,7 +162,7 @@ def capture(
         check_operator(node)
     exported = program.exported_program
     assert exported is not None
-    _rename_symbols(model, exported, inputs)
+    _rename_symbols(model, symbols_of(exported, inputs))
     computed_by_torch(program)
     repair(model)
     share_weights(model)
@@ -184,7 +173,6 @@ def capture(
         value.name = spec.name  # one that is returned as it is has the name of an output
         note_example(spec, to_numpy(spec.name, arg))
     outputs = [spec_of(value, output_dims(value, inputs)) for value in model.graph.outputs]
-    _forget_graphs()
     used, kept = in_program(exported), in_graph(model.graph)
     return Captured(
         model, copied, cast, inputs, outputs, precision, exported,
@@ -206,17 +194,17 @@ def _answers(
     Raises:
         CaptureError: it does not answer the same in every call, or is not the same function in every process.
     """
-    name, dtype = type(module).__name__, torch_dtype(precision)
+    name, dtype = type(module).__name__, eager.torch_dtype(precision)
     with _seeded(FIRST_LOW):
-        answers = outputs_of(module, [arg.clone() for arg in args], dtype)
+        answers = eager.outputs_of(module, [arg.clone() for arg in args], dtype)
     with _seeded(FIRST_HIGH), counted(module) as ran:
-        again = outputs_of(module, [arg.clone() for arg in args], dtype)
+        again = eager.outputs_of(module, [arg.clone() for arg in args], dtype)
     if differing := [o for o, first in answers.items() if o not in again or not _is_same(first, again[o])]:
         raise CaptureError(
             f"{name} returns a different {differing[0]} when called again with the same inputs: it draws random "
             "numbers or keeps state between calls; disable dropout outside training"
         )
-    if (changed := _kept_from_first_call(module, at_precision(uncalled, precision), args, dtype)) is not None:
+    if (changed := _kept_from_first_call(module, eager.at_precision(uncalled, precision), args, dtype)) is not None:
         raise CaptureError(
             f"{name} returns a different {changed} if it was called with other inputs before: it keeps state between "
             "calls, such as what it computed from its first inputs; compute that in every call"
@@ -307,7 +295,7 @@ def _prepared_exporter() -> Iterator[None]:
     with (
         patch.object(ONNXRegistry, "from_torchlib", table),
         patch.object(_fx_passes, "decompose_with_registry", decompose),
-        patch.object(Promotion, "run_node", promoted(Promotion.run_node)),
+        patch.object(Promotion, "run_node", partialmethod(promoted, Promotion.run_node)),
     ):
         yield
 
@@ -322,21 +310,6 @@ def _registry(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
 @cache
 def _made_once(make: Callable[..., Any], *args: int, **kwargs: int) -> Any:
     return make(*args, **kwargs)
-
-
-def _forget_graphs() -> None:
-    """Drop the references of onnxscript's rules, which live as long as the process, to the last graph that each
-    visited, which has the module's weights."""
-    for matcher in matchers():
-        for name in {"_graph", "_current_node", "_match"} & vars(matcher).keys():
-            setattr(matcher, name, None)
-
-
-@cache
-def matchers() -> list[Any]:
-    """The matchers of onnxscript's rules, all of which exist after the first export; cached, because searching all
-    objects of a process takes a tenth of the time of a small export."""
-    return [matcher for matcher in gc.get_objects() if type(matcher).__name__ == "SimplePatternMatcher"]
 
 
 def _named(module: nn.Module, args: Sequence[Tensor] | Mapping[str, Tensor]) -> tuple[list[str], Sequence[Tensor]]:
@@ -424,13 +397,13 @@ def _by_key(shapes: Any, keys: Iterable[Any]) -> Mapping[Any, Any]:
     return shapes if isinstance(shapes, Mapping) else dict(zip(keys, shapes, strict=False))
 
 
-def _rename_symbols(model: ir.Model, exported: ExportedProgram, inputs: Sequence[TensorSpec]) -> None:
-    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape.
+def symbols_of(exported: ExportedProgram, inputs: Sequence[TensorSpec]) -> dict[Any, str]:
+    """The names of the inputs' dims by the symbols of the program that was exported with them.
 
     Raises:
         CaptureError: the exporter fixed a dim that was declared dynamic, or narrowed it to the multiples of a number.
     """
-    aliases: dict[str, str] = {}
+    names: dict[Any, str] = {}
     examples = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     for name, spec in zip(exported.graph_signature.user_inputs, inputs, strict=True):
         for i, (size, dim) in enumerate(zip(examples[name].shape, spec.dims, strict=True)):
@@ -449,7 +422,13 @@ def _rename_symbols(model: ir.Model, exported: ExportedProgram, inputs: Sequence
                     f"{declared} takes only multiples of {multiple}: the module's code depends on its value; give "
                     f"{multiple} * torch.export.Dim(…)"
                 )
-            aliases[str(symbol)] = dim.symbol
+            names[symbol] = dim.symbol
+    return names
+
+
+def _rename_symbols(model: ir.Model, names: Mapping[Any, str]) -> None:
+    """Rename the exporter's symbols (`s30` for the user's `4*rows`) to the user's names, in every shape."""
+    aliases = {str(symbol): name for symbol, name in names.items()}
     pattern = re.compile("|".join(rf"\b{re.escape(alias)}\b" for alias in aliases) or r"(?!)")
     for value in (v for node in model.graph for v in node.outputs):
         if value.shape is None:
@@ -472,10 +451,10 @@ def _kept_from_first_call(
     copy that was not; None also if the module does not take the reversed example."""
     others = [arg.flip(tuple(range(arg.dim()))) for arg in args]
     try:
-        expected = outputs_of(uncalled, [arg.clone() for arg in others], dtype)
+        expected = eager.outputs_of(uncalled, [arg.clone() for arg in others], dtype)
     except CaptureError:
         return None
-    answers = outputs_of(called, [arg.clone() for arg in others], dtype)
+    answers = eager.outputs_of(called, [arg.clone() for arg in others], dtype)
     return next((name for name, first in expected.items() if not _is_close(first, answers[name])), None)
 
 
@@ -488,14 +467,14 @@ def _kept_from_earlier_call(
     attributes = (item for part in parts for item in vars(part).items() if item[0] not in own)
     for name in dict.fromkeys(name for name, value in attributes if _has_tensors(value)):
         for is_deleted in (False, True):
-            other = at_precision(module, precision)
+            other = eager.at_precision(module, precision)
             keeping = [vars(part) for part in other.modules() if _has_tensors(vars(part).get(name))]
             for part in keeping:
                 value = part.pop(name)
                 if not is_deleted:
                     part[name] = type(value)() if isinstance(value, dict | list) else None
             with suppress(CaptureError):
-                answer = outputs_of(other, [arg.clone() for arg in args], torch_dtype(precision))
+                answer = eager.outputs_of(other, [arg.clone() for arg in args], eager.torch_dtype(precision))
                 is_other = answer.keys() != answers.keys() or any(
                     not _is_close(first, answer[output]) for output, first in answers.items()
                 )
@@ -525,4 +504,4 @@ def _why(error: BaseException) -> str:
         line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
     if values := re.match(r"Could not .* (data-dependent expression .*) \(unhinted: ", line):
         line = f"its code depends on values ({values[1]}); choose by torch.where, or deploy the part before it"
-    return line + raised_at(error)
+    return line + eager.raised_at(error)

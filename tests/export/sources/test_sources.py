@@ -31,7 +31,7 @@ from attnforge.export.lowering.onnxruntime import lower
 from attnforge.export.sources.exported_program import open_program
 from attnforge.export.sources.onnx_file import Imported, import_graph
 from attnforge.export.sources.shapes import infer_shapes
-from attnforge.export.sources.torch_module import capture, matchers
+from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import relative_error
 from tests.support.bundles import small_example
@@ -695,7 +695,6 @@ def test_forward_takes_any_number_of_inputs(tmp_path: Path) -> None:
 def test_nothing_keeps_a_module_that_was_captured() -> None:
     """Rules of onnxscript, which torch's exporter runs, keep the graph that they visited last."""
     gc.unfreeze()  # the collector neither lists nor frees objects that the test run froze
-    matchers.cache_clear()
     module, args, shapes = small_example()
     captured = capture(module, args, shapes, precision_named("fp32"))
     copied = weakref.ref(captured.module), weakref.ref(next(captured.module.parameters()))
