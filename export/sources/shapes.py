@@ -9,12 +9,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
-from onnxruntime.tools.symbolic_shape_infer import (
-    SymbolicShapeInference,
-    get_attribute,
-    get_shape_from_sympy_shape,
-    is_literal,
-)
+from onnxruntime.tools import symbolic_shape_infer as symbolic
 from onnxscript import optimizer, version_converter
 
 from attnforge.errors import UsageError, raised_as
@@ -150,7 +145,7 @@ def dims_as_multiplied(rank: int, side: str, attributes: Mapping[str, int]) -> l
     return [*dims[:-2], dims[-1], dims[-2]] if attributes.get(f"trans{side}") else dims
 
 
-class _Inference(SymbolicShapeInference):  # type: ignore[misc]
+class _Inference(symbolic.SymbolicShapeInference):  # type: ignore[misc]
     """ONNX Runtime's inference, without computing and keeping the integers of a large ConstantOfShape, with
     FusedMatMul, products of symbols in Flatten, and constants for every operator whose shape onnx infers, such as the
     axes of a ReduceMax."""
@@ -181,13 +176,14 @@ class _Inference(SymbolicShapeInference):  # type: ignore[misc]
         self._know(node.output[0], node.input[0], shape)
 
     def _infer_Flatten(self, node: onnx.NodeProto) -> None:
-        dims, axis = self._get_sympy_shape(node, 0), get_attribute(node, "axis", 1)
+        dims, axis = self._get_sympy_shape(node, 0), symbolic.get_attribute(node, "axis", 1)
         axis = axis if axis >= 0 else axis + len(dims)
-        self._know(node.output[0], node.input[0], get_shape_from_sympy_shape([prod(dims[:axis]), prod(dims[axis:])]))
+        shape = symbolic.get_shape_from_sympy_shape([prod(dims[:axis]), prod(dims[axis:])])
+        self._know(node.output[0], node.input[0], shape)
 
     def _infer_ConstantOfShape(self, node: onnx.NodeProto) -> None:
         shape = self._get_int_or_float_values(node)[0]
-        if isinstance(shape, list) and all(map(is_literal, shape)) and prod(map(int, shape)) > 2**20:
+        if isinstance(shape, list) and all(map(symbolic.is_literal, shape)) and prod(map(int, shape)) > 2**20:
             self._know(node.output[0], node.output[0], list(map(int, shape)))
         else:
             super()._infer_ConstantOfShape(node)
