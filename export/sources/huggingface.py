@@ -104,10 +104,10 @@ def example(
         raise UsageError(f"attention={attention!r}; give eager or sdpa, the implementations that can be exported")
     parts = sentences.parts(Path(path)) if architecture is None and part is None else None
     folder, embedding = parts or (Path(path), None)
-    if str(random_weights).lower() not in ("true", "false"):
+    is_random = {"true": True, "false": False}.get(str(random_weights).lower())
+    if is_random is None:
         raise UsageError(f"random_weights is {shortened(str(random_weights))!r}; give true or false")
     architecture = architecture or ("AutoModel" if embedding else None)
-    is_random = str(random_weights).lower() == "true"
     model, random = _loaded(folder, attention, architecture, _number("seed", seed), is_random)
     if part is not None:
         if part not in ("encoder", "decoder") or not hasattr(model, f"get_{part}"):
