@@ -53,8 +53,6 @@ KEPT_ERROR = 2.0**-5
 
 DATA: Callable[[Any], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 
-FILL: Callable[..., Tensor] = Tensor.fill_diagonal_
-
 RECURRENT = ("GRU", "LSTM", "RNN")
 """Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
 
@@ -252,7 +250,7 @@ class _Data(TorchFunctionMode):
     fills a diagonal by a mask, since torch fixes the sizes of the matrix otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is FILL and len(args) == 2 and args[0].dim() == 2 and not kwargs:
+        if func is Tensor.fill_diagonal_ and len(args) == 2 and args[0].dim() == 2 and not kwargs:
             rows, columns = (torch.arange(size, device=args[0].device) for size in args[0].shape)
             return args[0].masked_fill_(rows[:, None] == columns, args[1])
         return args[0].detach() if func == DATA else func(*args, **(kwargs or {}))
