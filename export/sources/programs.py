@@ -120,6 +120,8 @@ def decomposed(
         with program.graph.inserting_before(node):
             alike = [x if x.meta["val"].dtype == dtype else _call(node, CAST, x, dtype) for x in node.args[1]]
         node.args = (node.args[0], alike, *node.args[2:])
+    if any(map(_is_projected, nodes)):
+        registry.functions.pop("aten::lstm.input")
     known = {functions[0].fx_target for functions in registry.functions.values()} | ASSERTIONS
     for node in nodes:
         if node.target == aten.clamp.default and node.meta["val"].is_floating_point():  # the exporter wants one type
@@ -127,9 +129,6 @@ def decomposed(
             node.args, node.kwargs = (node.args[0], *bounds), {}
         if node.target == aten._is_all_true.default:  # in a condition, which torch does not decompose
             node.target = aten.all.default
-    if any(map(_is_projected, nodes)):
-        registry.functions.pop("aten::lstm.input")
-        return decompose(program, registry)
     renamed = {node: call for node in nodes if (call := _other_name(node)) is not None}
     if all(node in renamed or _has_function(node, known) for node in nodes):
         for node, call in renamed.items():

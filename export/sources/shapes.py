@@ -100,9 +100,9 @@ def infer_shapes(model: ir.Model) -> None:
 
     The shapes that the file gives for inner values are dropped, because it may name the same size differently.
     """
-    for node in model.graph:
-        for output in node.outputs:
-            output.shape = None
+    outputs = [output for node in model.graph for output in node.outputs]
+    for output in outputs:
+        output.shape = None
     inferred: dict[str, ir.Value] = {}
     known: dict[str, onnx.ValueInfoProto] = {}
 
@@ -117,7 +117,7 @@ def infer_shapes(model: ir.Model) -> None:
         return proto
 
     through_onnx(model.clone(), look)
-    for output in (output for node in model.graph for output in node.outputs):
+    for output in outputs:
         value = inferred.get(output.name or "")
         if value is not None and value.dtype is not None:
             output.type = ir.TensorType(value.dtype)
