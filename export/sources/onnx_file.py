@@ -410,10 +410,9 @@ def _evaluate(evaluator: ReferenceEvaluator, inputs: Mapping[str, Array], reason
     feeds = {name: wide(array) for name, array in inputs.items()}
     with raised_as(BuildError, f"no float64 reference: ONNX Runtime: {reason}; onnx.reference"):
         results: Any = evaluator.run(None, feeds, intermediate=True)
-    fp32 = {name for name, a in results.items() if isinstance(a, np.ndarray) and a.dtype == np.float32}
+    types = {name: getattr(result, "dtype", None) for name, result in results.items()}
     for node in evaluator.nodes_:
-        if not fp32.isdisjoint(node.output) and any(
-            isinstance(a := results.get(name), np.ndarray) and a.dtype == np.float64 for name in node.input
-        ):
+        taken, made = ({types.get(name) for name in names} for names in (node.input, node.output))
+        if np.dtype(np.float64) in taken and np.dtype(np.float32) in made:
             raise BuildError(f"no float64 reference: {reason}; onnx.reference computes {node.op_type} in fp32")
     return {name: np.asarray(results[name]) for name in evaluator.output_names}
