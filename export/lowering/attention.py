@@ -220,9 +220,14 @@ class Attention:
         layouts = [self.layout("B", "H", *ends) for ends in (("n_q", "d_k"), ("d_k", "n_k"), ("n_k", "d_v"))]
         return list(map(Operand, self.inputs(op, layouts), layouts))
 
+    def laid_out(self, value: ir.Value, layout: Layout) -> ir.Value:
+        """Set the type of a value that a kernel computes to the operands', and its shape to that of `layout`; return
+        it."""
+        return typed(value, self.dtype, [size.dim() for size in layout.sizes()])
+
     def as_output(self, op: Builder, result: ir.Value, layout: Layout) -> ir.Value:
-        """A result in the dims of the graph's output."""
-        return self.arranged(op, Operand(result, layout), self.output.layout)
+        """The result of a kernel, which gives it in `layout`, in the dims of the graph's output."""
+        return self.arranged(op, Operand(self.laid_out(result, layout), layout), self.output.layout)
 
     def of_block(
         self,
@@ -244,10 +249,7 @@ class Attention:
             others["H_kv"] = others["H"]
         axes = SiteAxes({**self.axes.dims, **others})
         *layouts, output = (axes.layout("B", *dims) for dims in ends)
-        query, key, value = (
-            Operand(typed(rows, self.dtype, [size.dim() for size in layout.sizes()]), layout)
-            for rows, layout in zip(operands, layouts, strict=True)
-        )
+        query, key, value = map(Operand, map(self.laid_out, operands, layouts), layouts)
         return replace(
             self, query=query, key=key, value=value, mask=mask, output=Operand(self.output.value, output),
             is_causal=False, axes=axes, band=None, is_triangle=False, causal_prefix=None, residue="other",

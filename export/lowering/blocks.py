@@ -110,7 +110,7 @@ def in_blocks(
         blocks = replace(blocks, causal_prefix=0, residue="none")
     result = attend(blocks, 0)
     first = attend(_first_queries(op, a, [query, key, value]), 1) if a.band.first_queries else None
-    return a.as_output(op, typed(cut.joined(result, first), a.dtype, [size.dim() for size in whole.sizes()]), whole)
+    return a.as_output(op, cut.joined(result, first), whole)
 
 
 def _first_queries(op: Builder, a: Attention, operands: list[ir.Value]) -> Attention:
@@ -275,7 +275,7 @@ def in_causal_blocks(op: Builder, a: Attention, steps: int, attend: Callable[[At
     filled = [cut.filled(operand) for operand in operands]
     outputs = [attend(_block(op, a, filled, cut, i), i) for i in range(steps)]
     result = op.Slice(op.Concat(*outputs, axis=2), constant(op, [0]), cut.tokens, constant(op, [2]))
-    return a.as_output(op, typed(result, a.dtype, [size.dim() for size in whole.sizes()]), whole)
+    return a.as_output(op, result, whole)
 
 
 def _block(op: Builder, a: Attention, filled: list[ir.Value], cut: _CausalCut, number: int) -> Attention:

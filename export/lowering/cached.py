@@ -103,7 +103,7 @@ def group_query(op: Builder, a: Attention, name: str, all_slots: bool = False) -
     )
     for before, after in ((cached.next_key, next_key), (cached.next_value, next_value)):
         replace_value(before, after)
-    return a.as_output(op, typed(result, a.dtype, [size.dim() for size in output.sizes()]), output)
+    return a.as_output(op, result, output)
 
 
 def _shared(cached: Cached, name: str, build: Callable[[Builder], ir.Value]) -> ir.Value:

@@ -322,7 +322,7 @@ def _multi_head(op: Builder, a: Attention, name: str, packed: bool) -> ir.Value:
     if a.mask is not None:
         inputs += [None, None, _bias(op, a, a.mask)]
     result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=name)
-    return _guarded(op, a, typed(result, a.dtype, _dims(output)), output)
+    return _guarded(op, a, result, output)
 
 
 def _mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
@@ -331,7 +331,7 @@ def _mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     output = a.layout("B", "n_q", "H d_v")
     attributes = {"num_heads": a.size("H").factor, "scale": 1.0}
     result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=name)
-    return _guarded(op, replace(a, mask=mask), typed(result, a.dtype, _dims(output)), output)
+    return _guarded(op, replace(a, mask=mask), result, output)
 
 
 def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
@@ -346,7 +346,7 @@ def _causal_mask_as_feature(op: Builder, a: Attention, name: str) -> ir.Value:
     grouped = _grouped(op, inputs, {**a.attributes(), "scale": 1.0}, name)
     apart = op.Reshape(grouped, constant(op, [0, -1, a.size("H").factor, size]))
     output = a.layout("B", "n_q", "H", "d_v")
-    result = typed(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), a.dtype, _dims(output))
+    result = a.laid_out(op.Slice(apart, constant(op, [0]), constant(op, [d_v]), constant(op, [3])), output)
     if not a.silent_rows_are_nan:  # zeros if neither the query's own key nor an earlier one is visible
         shown = op.CumSum(op.Cast(_is_shown(op, mask), to=INT32.value), constant(op, 3))
         some = op.Transpose(op.Greater(shown, constant(op, 0, INT32)), perm=[0, 3, 1, 2])
@@ -403,12 +403,11 @@ def _head_after_head(op: Builder, a: Attention, name: str) -> ir.Value:
         for operand, layout, (_, features) in zip(a.operands, layouts, ENDS[:3], strict=True)
     ]
     attributes = {"num_heads": 1, "scale": a.scale}
-    dims = [*_dims(output)[:2], a.size("d_v").dim()]
     results = []
     for i, inputs in enumerate(zip(*parts, strict=True)):
         result = op.op("MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=f"{name}_{i}" if i else name)
-        results.append(typed(result, a.dtype, dims))
-    return a.as_output(op, typed(op.Concat(*results, axis=-1), a.dtype, _dims(output)), output)
+        results.append(a.laid_out(result, a.layout("B", "n_q", "d_v")))
+    return a.as_output(op, op.Concat(*results, axis=-1), output)
 
 
 def _heads(op: Builder, value: ir.Value, heads: int, width: Size) -> list[ir.Value]:
@@ -431,7 +430,7 @@ def _standard(op: Builder, a: Attention, name: str) -> ir.Value:
     attributes: dict[str, int | float] = {"scale": a.scale, "softcap": a.softcap, "is_causal": int(a.is_causal)}
     if a.mask is not None:
         inputs.append(_whole_rows(op, a, _without_least(op, a.mask)))
-    return _guarded(op, a, typed(op.op("Attention", inputs, attributes, name=name), a.dtype, _dims(output)), output)
+    return _guarded(op, a, op.op("Attention", inputs, attributes, name=name), output)
 
 
 def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
@@ -457,7 +456,7 @@ def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     *layouts, output = _apart(a) if are_samples else packed
     one_head = {"num_heads": 1, "kv_num_heads": 1} if are_samples else {}
     result = _grouped(op, a.inputs(op, layouts), a.attributes() | one_head, name)
-    return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
+    return a.as_output(op, result, output)
 
 
 def _grouped(
@@ -486,7 +485,7 @@ def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
     rows = [op.Slice(x, constant(op, [0]), begin, axis) for x in operands]
     first = _attended(op, a.of_block({"n_q": size, "n_k": size}, rows, None), f"{name}/first_queries")
     result = op.Concat(first, op.Slice(causal, begin, constant(op, [sys.maxsize]), axis), axis=1)
-    return a.as_output(op, typed(result, a.dtype, _dims(output)), output)
+    return a.as_output(op, result, output)
 
 
 def _in_blocks(op: Builder, a: Attention, name: str, width: int) -> ir.Value:
@@ -508,11 +507,7 @@ def _attended(op: Builder, part: Attention, name: str, metadata: Mapping[str, st
     if len(part.query.layout) == 4:
         attributes = {name: number for name, number in attributes.items() if not name.endswith("num_heads")}
     result = op.op("Attention", inputs, attributes, name=name, metadata_props=dict(metadata or {}))
-    return typed(result, part.dtype, _dims(part.output.layout))
-
-
-def _dims(layout: Layout) -> list[int | ir.SymbolicDim]:
-    return [size.dim() for size in layout.sizes()]
+    return part.as_output(op, result, part.output.layout)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -521,6 +516,7 @@ def _dims(layout: Layout) -> list[int | ir.SymbolicDim]:
 def _guarded(op: Builder, a: Attention, result: ir.Value, layout: Layout) -> ir.Value:
     """`result` as the graph's output, with zeros for fully masked rows if the site gives zeros there."""
     if a.mask is not None and not a.silent_rows_are_nan:
+        a.laid_out(result, layout)
         have = Layout([*_mask_layout(a, a.mask).dims[:3], ()])
         if set(have.dims[1]) and len(layout) == 3:  # rows that differ by head do not broadcast to heads side by side
             apart = a.layout(*OUTPUT)
