@@ -49,14 +49,14 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
     return PassResult(model, True)
 
 
-def in_fp32(graph: ir.Graph, operators: Collection[str]) -> bool:
-    """Compute nodes of these operators, where their first input is bf16, in fp32 between casts, in place. Return
-    whether there were any."""
+def in_fp32(model: ir.Model, operators: Collection[str]) -> PassResult:
+    """Compute nodes of these operators, where their first input is bf16, in fp32 between casts, in place."""
+    graph = model.graph
     found = [node for node in graph if is_op(node, *operators) and input_of(node).dtype == ir.DataType.BFLOAT16]
     for node in found:
         for old, new in insert(graph, node, partial(_in_fp32, node=node)):
             replace_value(old, new)
-    return bool(found)
+    return PassResult(model, bool(found))
 
 
 def _in_fp32(op: Builder, node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:

@@ -15,7 +15,7 @@ from attnforge.export.attention.layout import Axis, Dims, Layout, Sized, after_v
 from attnforge.export.attention.masking import before_sinks
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.attention import SILENT_ROWS
-from attnforge.export.graphs.build import Builder, cast, insert, replace_value, typed
+from attnforge.export.graphs.build import Builder, insert, replace_value, typed
 from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.qdq import InInt8, before_fp8, stored_before
 from attnforge.export.graphs.sizes import ONE, Size, Unmeasurable, evaluated, sizes_of
@@ -190,14 +190,6 @@ class Attention:
         """Attributes of a kernel that takes static numbers of heads; `of_queries` is its name for the query heads."""
         heads = {of_queries: self.size("H").factor, "kv_num_heads": self.size("H_kv").factor}
         return {**heads, "scale": self.scale, "softcap": self.softcap}
-
-    def narrowed(self, op: Builder, dtype: ir.DataType) -> Attention:
-        """The same attention with query, key and value cast to `dtype`.
-
-        The output has that type too, and the caller casts it back. Biases and the softmax keep their types.
-        """
-        query, key, value = (Operand(cast(op, operand.value, dtype), operand.layout) for operand in self.operands)
-        return replace(self, query=query, key=key, value=value)
 
     def layout(self, *names: str) -> Layout:
         """The layout of named dims; `"H d_k"` is one dim with the heads side by side."""

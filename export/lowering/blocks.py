@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +24,7 @@ from attnforge.arrays import Array
 from attnforge.export.attention.masking import within
 from attnforge.export.graphs.build import Builder, constant, dims_of, filled_up, typed
 from attnforge.export.graphs.sizes import Size
-from attnforge.export.lowering.attention import HEADS_FIRST, SIDE_BY_SIDE, Attention, Candidate, Emit, blocks_of
+from attnforge.export.lowering.attention import HEADS_FIRST, SIDE_BY_SIDE, Attention, Candidate, blocks_of
 from attnforge.export.lowering.band import Band
 from attnforge.export.masks.at_blocks import mask_at_blocks
 
@@ -39,7 +40,7 @@ BLOCKS = (64, 128, 256)
 
 
 def forms_in_blocks(
-    a: Attention, form: str, node: str, emit: Callable[[int], Emit], tokens: int, many: bool, more: str = ""
+    a: Attention, form: str, node: str, emit: Callable[..., ir.Value], tokens: int, many: bool, more: str = ""
 ) -> Iterator[Candidate]:
     """The forms of a site in blocks of its band, if it has one; the smallest blocks that are not narrower than it pay
     where they skip half of the products.
@@ -48,7 +49,7 @@ def forms_in_blocks(
         a: the site.
         form: name of what is computed in blocks.
         node: name of the node by which the site is identified.
-        emit: takes the queries per block; returns what writes the form.
+        emit: writes the form with as many queries per block as its argument `width` says.
         tokens: the usual number of queries, and of keys.
         many: whether there are so many scores that blocks may pay.
         more: the end of each form's name.
@@ -61,7 +62,7 @@ def forms_in_blocks(
         pays = many and is_preferred and 2 * band.products(width, tokens) <= tokens**2
         name = f"{form}, blocks of {width} × {band.wide(width)}{more}"
         why = "the mask leaves a band: each block of queries attends only to the keys in it"
-        yield Candidate(name, node, emit(width), pays, why, materialises_scores=False)
+        yield Candidate(name, node, partial(emit, width=width), pays, why, materialises_scores=False)
 
 
 def in_blocks(

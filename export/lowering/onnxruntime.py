@@ -118,18 +118,15 @@ def lower(
     Returns:
         the form of every canonical site, and why it was chosen.
     """
-    modified = centre_group_norms(model).modified
-    for rewrite in (rows_first, products_of_nibbles):
-        modified |= rewrite(model).modified
+    results = [centre_group_norms(model), rows_first(model), products_of_nibbles(model)]
     if device == "cpu":
-        modified |= widen(model, caches(model)).modified | integer_products(model).modified
+        results += [widen(model, caches(model)), integer_products(model)]
     else:
-        modified |= in_fp32(model.graph, WITHOUT_BF16)
+        results.append(in_fp32(model, WITHOUT_BF16))
     offered = partial(candidates_for, sizes=sizes, largest=largest or sizes, device=device)
     lowered = lower_sites(model, sites, offered, tuner)
-    modified |= casts_for_fp8(model).modified | bool(lowered)  # after the sites, which are recognised by their Q/DQ
-    modified |= RemoveUnusedNodesPass()(model).modified
-    return SitesResult(model, modified, lowered)
+    results += [casts_for_fp8(model), RemoveUnusedNodesPass()(model)]  # the sites are recognised by their Q/DQ
+    return SitesResult(model, bool(lowered) or any(result.modified for result in results), lowered)
 
 
 # --- which form -------------------------------------------------------------------------------------------------------
@@ -215,8 +212,7 @@ def _blocks(site: str, a: Attention, sizes: Sizes, many: bool) -> Iterator[Candi
     name, more = f"{site}/Attention", ""
     if first:  # two parts have no map
         name, more = f"{name}/blocks", f", {first} first queries"
-    tokens = usual(a.size("n_k"), sizes)
-    return forms_in_blocks(a, "Attention", name, lambda width: partial(_in_blocks, width=width), tokens, many, more)
+    return forms_in_blocks(a, "Attention", name, _in_blocks, usual(a.size("n_k"), sizes), many, more)
 
 
 def _multi_head_forms(
@@ -228,7 +224,7 @@ def _multi_head_forms(
     name, is_plain = f"{site}/MultiHeadAttention", a.mask is None and not a.is_causal
     is_packed = a.size("H").is_static and _moves(a, _packed(a)) <= _moves(a, _apart(a))
     moves = _moves(a, _packed(a) if is_packed else _apart(a))
-    pays = is_plain and (scores >= MANY_SCORES or moves <= _moves_of_products(a))
+    pays = is_plain and (scores >= MANY_SCORES or moves <= _moves(a, *_of_products(a)))
     why = "the fast path without a mask: memory linear in tokens"
     if is_plain and a.size("H").is_static and on_cpu and (size := _bytes(a, largest)) >= MANY_BYTES:
         how = f"head after head, because queries, keys and values of all heads take up to {size / 2**20:.0f} MiB"
@@ -298,16 +294,15 @@ def _apart(a: Attention) -> list[Layout]:
     return [a.layout("B H", tokens, features) for tokens, features in ENDS]
 
 
-def _moves(a: Attention, layouts: Sequence[Layout]) -> int:
-    """The number of operands that have to be transposed, or need a computed shape, to get `layouts`."""
-    return sum(effort(part.layout, want) for part, want in zip((*a.operands, a.output), layouts, strict=True))
+def _of_products(a: Attention) -> list[list[Layout]]:
+    """The layouts that the products take, as ONNX Runtime's product also takes the last two dims swapped."""
+    return [[a.layout("B", "H", *ends[::step]) for ends in ENDS] for step in (1, -1)]
 
 
-def _moves_of_products(a: Attention) -> int:
-    """The same for the products, which also take the last two dims swapped, as ONNX Runtime's product does."""
-    either = [(a.layout("B", "H", n, d), a.layout("B", "H", d, n)) for n, d in ENDS]
-    parts = (*a.operands, a.output)
-    return sum(min(effort(part.layout, want) for want in wants) for part, wants in zip(parts, either, strict=True))
+def _moves(a: Attention, *layouts: Sequence[Layout]) -> int:
+    """The number of operands that have to be transposed, or need a computed shape, to get one of `layouts` each."""
+    parts = zip((*a.operands, a.output), *layouts, strict=True)
+    return sum(min(effort(part.layout, layout) for layout in either) for part, *either in parts)
 
 
 # --- the forms --------------------------------------------------------------------------------------------------------
@@ -455,8 +450,7 @@ def _group_query(op: Builder, a: Attention, name: str) -> ir.Value:
     are_samples = a.size("H") == a.size("H_kv") and _moves(a, _apart(a)) < _moves(a, packed)
     *layouts, output = _apart(a) if are_samples else packed
     one_head = {"num_heads": 1, "kv_num_heads": 1} if are_samples else {}
-    result = _grouped(op, a.inputs(op, layouts), a.attributes() | one_head, name)
-    return a.as_output(op, result, output)
+    return a.as_output(op, _grouped(op, a.inputs(op, layouts), a.attributes() | one_head, name), output)
 
 
 def _grouped(

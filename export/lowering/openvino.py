@@ -97,7 +97,7 @@ def may_round_scores(a: Attention) -> bool:
     int8 queries and keys (:func:`~attnforge.runtime.backends.openvino_graph.as_products`): in fp32, with one key head
     per query head, and no mask that replaces scores with a finite number."""
     is_plain = not a.is_causal and not a.softcap and a.size("H") == a.size("H_kv") and a.size("d_k").is_static
-    return is_plain and a.dtype == FLOAT and a.cached is None and a.scales is None and not fills_in_number(a.mask)
+    return is_plain and a.dtype == FLOAT and a.scales is None and not fills_in_number(a.mask)
 
 
 def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes: Sizes = NO_SIZES) -> list[Candidate]:
@@ -111,12 +111,12 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes
         sizes: the usual size of each symbolic dim, by which forms pay.
     """
     name, queries, keys = str(a.node.name), usual(a.size("n_q"), sizes), usual(a.size("n_k"), sizes)
-    has_parts = a.has_static_heads and a.cached is None and a.scales is None
+    has_parts = a.has_static_heads and a.scales is None
     found, why, nan = list(_parts(f"{site}/Softmax", a, queries, keys)) if has_parts else [], "", _may_hide_all(a)
     if found:
         why = f"causal, and blocks pay off from {MANY_TOKENS:,} tokens on"
         why = why if a.band is None else "blocks would not leave out enough of the products"
-    if a.cached is None and fills_in_number(a.mask):
+    if fills_in_number(a.mask):
         why = "the mask replaces scores with a finite number, which OpenVINO's Attention would add to them"
         return [Candidate(_PRODUCTS, f"{site}/Softmax", products, True, why, materialises_scores=False), *found]
     if in_int8 is not None and may_round_scores(a):  # the gate has judged its error
@@ -133,7 +133,7 @@ def candidates_for(site: str, a: Attention, in_int8: Scales | None = None, sizes
 def _may_hide_all(a: Attention) -> bool:
     """Whether the mask may hide all keys of a row that is NaN then: it depends on an input, and is boolean or has minus
     infinity, from an input or from a constant."""
-    if a.mask is None or not a.silent_rows_are_nan or a.cached is not None:
+    if a.mask is None or not a.silent_rows_are_nan:
         return False
     found = list(upstream([a.mask], lambda value: is_op(value.producer(), "Shape", "Size")))
     inputs = [value.dtype for value in found if value.is_graph_input()]
@@ -146,16 +146,14 @@ def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Candida
     """The forms in blocks of a band, or in causal blocks."""
     if a.band is not None:
         many = queries * keys >= MANY_SCORES
-        yield from forms_in_blocks(
-            a, _PRODUCTS, name, lambda width: partial(_cut, by=in_blocks, size=width), queries, many
-        )
+        yield from forms_in_blocks(a, _PRODUCTS, name, partial(_cut, by=in_blocks), queries, many)
     elif a.causal_prefix is not None:
         wide = [steps for steps in STEPS if steps * FEWEST_ROWS <= queries] or [STEPS[0]]
         for steps in sorted({*STEPS[:2], *wide}):
             pays = queries >= MANY_TOKENS and steps == wide[-1]
             why = "causal: each block of queries attends to the keys up to its own"
             form = f"{_PRODUCTS}, {steps} blocks"
-            emit = partial(_cut, by=in_causal_blocks, size=steps)
+            emit = partial(_cut, by=in_causal_blocks, width=steps)
             yield Candidate(form, name, emit, pays, why, materialises_scores=False)
 
 
@@ -181,9 +179,9 @@ def _canonical(op: Builder, a: Attention, name: str, in_int8: Scales | None = No
     return a.as_output(op, result, a.layout(*OUTPUT))
 
 
-def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], size: int) -> ir.Value:
+def _cut(op: Builder, a: Attention, name: str, by: Callable[..., ir.Value], width: int) -> ir.Value:
     """The products of parts of a site, cut by :func:`~.blocks.in_blocks` or :func:`~.blocks.in_causal_blocks`."""
-    return by(op, a, size, lambda part, i: products(op, part, f"{name}_{i}" if i else name))
+    return by(op, a, width, lambda part, i: products(op, part, f"{name}_{i}" if i else name))
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

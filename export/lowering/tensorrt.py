@@ -23,7 +23,7 @@ only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -122,7 +122,7 @@ def lower(
         build = partial(_emit_in, a=attention, recipe=recipe, site=site.name, dtype=dtype)
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
         lowered.append(Lowered(recipe.form, recipe.why, site=site.name, node=node, unfused=recipe.unfused))
-    in_fp32(model.graph, WITHOUT_BF16)
+    in_fp32(model, WITHOUT_BF16)
     return SitesResult(model, RemoveUnusedNodesPass()(model).modified or bool(lowered), lowered)
 
 
@@ -250,14 +250,15 @@ def why_not_in_fp8(a: Attention) -> str | None:
 
 
 def _emit_in(op: Builder, a: Attention, recipe: _Recipe, site: str, dtype: ir.DataType) -> ir.Value:
-    """Attention in `dtype`, between casts if that is not the graph's type."""
+    """Attention in `dtype`, between casts if that is not the graph's type. Biases and the softmax keep their types."""
     if dtype == a.dtype:
         return _emit(op, a, recipe, site)
+    operands: Sequence[Operand] = a.operands
     if recipe.unfused is None and _features_first(a.query.layout, a, "d_k", "n_q"):
         # moved here, where the builder cannot fold it into the next product
-        query, key, value = (Operand(_apart(op, x.value), x.layout) for x in a.for_products(op))
-        a = replace(a, query=query, key=key, value=value)
-    return cast(op, _emit(op, a.narrowed(op, dtype), recipe, site), a.dtype)
+        operands = [Operand(_apart(op, x.value), x.layout) for x in a.for_products(op)]
+    query, key, value = (Operand(cast(op, x.value, dtype), x.layout) for x in operands)
+    return cast(op, _emit(op, replace(a, query=query, key=key, value=value), recipe, site), a.dtype)
 
 
 def _emit(op: Builder, a: Attention, recipe: _Recipe, site: str, part: int = 0) -> ir.Value:

@@ -170,20 +170,8 @@ class Tuner:
         times: list[dict[str, float]] = []
         dropped: dict[str, str] = {}
         for left, work in zip(range(len(works), 0, -1), works, strict=True):
-            feeds, seconds = cut.feeds(work.sizes, work.past), dict[str, float]()
-
-            def opened(
-                candidate: Candidate, feeds: Mapping[str, Array] = feeds, seconds: dict[str, float] = seconds
-            ) -> tuple[Callable[[], Any], Array]:
-                run = self._library.open(models[candidate.form], feeds)
-                start = time.perf_counter()
-                output = self._library.read(run())
-                seconds[candidate.form] = time.perf_counter() - start
-                if seconds[candidate.form] > LONG and CALLS * seconds[candidate.form] > end - start:
-                    raise Unmeasurable(_too_long(seconds[candidate.form]))
-                return run, output
-
-            runs, refused = agreeing(candidates, opened, self._library.name)
+            feeds = cut.feeds(work.sizes, work.past)
+            runs, seconds, refused = agreeing(candidates, models, feeds, self._library, end)
             warm = {form: seconds_of(run) if seconds[form] > LONG else seconds[form] for form, run in runs.items()}
             slow = _too_slow(warm, end - time.perf_counter(), ruled.form)
             dropped |= refused | slow
@@ -264,37 +252,48 @@ def _timing(work: Workload, times: Mapping[str, float], chosen: str, forms: Sequ
 
 
 def agreeing(
-    candidates: Sequence[Candidate], opened: Callable[[Candidate], tuple[Callable[[], Any], Array]], library: str
-) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """A run of every form that agrees with the first candidate, by form; and why the other forms are dropped.
+    candidates: Sequence[Candidate],
+    models: Mapping[str, ir.Model],
+    feeds: Mapping[str, Array],
+    library: Library,
+    end: float,
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float], dict[str, str]]:
+    """By form: a run of every form that agrees with the first candidate; the seconds of the first call; and why the
+    other forms are dropped.
 
     Args:
         candidates: the forms.
-        opened: takes a form; returns a function that runs it, and its first output.
-        library: name of the library that runs them.
+        models: the site in each form, by form.
+        feeds: inputs of the models.
+        library: runs them.
+        end: time by which all calls have to be done.
 
     Raises:
-        Unmeasurable: the first form does not run.
+        Unmeasurable: the first form does not run, or there is no time for the calls of a form.
     """
     runs: dict[str, Callable[[], Any]] = {}
+    seconds: dict[str, float] = {}
     dropped: dict[str, str] = {}
     expected: Array | None = None
-    for candidate in candidates:
+    for form, tolerance in ((candidate.form, candidate.tolerance) for candidate in candidates):
         try:
-            run, output = opened(candidate)
-        except Unmeasurable:
-            raise
+            run = library.open(models[form], feeds)
+            start = time.perf_counter()
+            output = library.read(run())
         except Exception as error:  # a kernel that refuses this shape is a result
             if expected is None:
-                raise Unmeasurable(f"{library} refuses the form that the others are checked against") from error
-            dropped[candidate.form] = f"{library} refuses it: {first_line(error)}"
+                raise Unmeasurable(f"{library.name} refuses the form that the others are checked against") from error
+            dropped[form] = f"{library.name} refuses it: {first_line(error)}"
             continue
+        seconds[form] = time.perf_counter() - start
+        if seconds[form] > LONG and CALLS * seconds[form] > end - start:
+            raise Unmeasurable(_too_long(seconds[form]))
         expected = output if expected is None else expected
-        if reason := disagreement(output, expected, candidate.tolerance, candidates[0].form):
-            dropped[candidate.form] = reason
+        if reason := disagreement(output, expected, tolerance, candidates[0].form):
+            dropped[form] = reason
         else:
-            runs[candidate.form] = run
-    return runs, dropped
+            runs[form] = run
+    return runs, seconds, dropped
 
 
 def _fastest(measured: Mapping[str, float], without_scores: Sequence[str], ruled: str) -> str:
