@@ -36,7 +36,7 @@ from attnforge.export.graphs.build import (
 )
 from attnforge.export.graphs.nodes import input_of, is_op, maker_of
 from attnforge.export.graphs.qdq import InInt8
-from attnforge.export.graphs.sizes import Size
+from attnforge.export.graphs.sizes import Size, sizes_of
 from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Emit, Seen
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
@@ -145,16 +145,12 @@ def _lengths(cached: Cached, all_slots: bool) -> list[ir.Value]:
         return op.Cast(op.Sub(op.Add(cached.past, count), constant(op, [1])), to=INT32.value)
 
     def total(op: Builder) -> ir.Value:
+        if all_slots:
+            return constant(op, sizes_of(cached.key)[2].factor, INT32)
         longest = op.Add(op.ReduceMax(cached.past, keepdims=1), op.Shape(cached.tokens, start=1, end=2))
         return op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
 
-    def slots(op: Builder) -> ir.Value:
-        count = dims_of(cached.key)[2]
-        assert isinstance(count, int)
-        return constant(op, count, INT32)
-
-    longest = slots if all_slots else total
-    return [_shared(cached, name, build) for name, build in (("decoding/last", last), ("decoding/total", longest))]
+    return [_shared(cached, "decoding/last", last), _shared(cached, "decoding/total", total)]
 
 
 def _written(new: ir.Value) -> tuple[Operand, Layout]:

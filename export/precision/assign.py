@@ -137,10 +137,7 @@ class _Assigner:
         inputs = [(i, v) for i, v in floats if v not in self.fixed]
         dtype = self.chosen.get(node) or self._type_of_moved(node, [v for _, v in inputs])
         for i, value in inputs:
-            if value in self.weights:
-                node.replace_input_with(i, self._weight(value, dtype))
-            elif self.types.get(value, FLOAT) != dtype:
-                node.replace_input_with(i, self._cast(value, dtype))
+            node.replace_input_with(i, self._at(value, dtype))
         for output in node.outputs:
             if output.dtype == FLOAT:
                 self.types[output] = dtype
@@ -156,39 +153,37 @@ class _Assigner:
             return FLOAT
         return (moved or [self.low])[0]
 
-    def _weight(self, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """A weight at a type, rounded ahead of time; finite numbers stay finite."""
-        if dtype == FLOAT:
-            return weight
-        if (weight, dtype) not in self.casts:
-            assert weight.const_value is not None
-            narrow = ir.Value(
-                name=f"{weight.name}/{dtype.name.lower()}", type=ir.TensorType(dtype), shape=weight.shape,
-                const_value=retyped(weight.const_value, dtype),
-            )  # fmt: skip
-            self.graph.register_initializer(narrow)
-            self.casts[weight, dtype] = narrow
-        return self.casts[weight, dtype]
+    def _at(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """A value at a type."""
+        if self.types.get(value, FLOAT) == dtype:
+            return value
+        if (value, dtype) not in self.casts:
+            make = self._narrow if value in self.weights else self._cast
+            self.casts[value, dtype] = make(value, dtype)
+        return self.casts[value, dtype]
+
+    def _narrow(self, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """A weight that is rounded ahead of time; finite numbers stay finite."""
+        assert weight.const_value is not None
+        narrow = ir.Value(name=f"{weight.name}/{dtype.name.lower()}", const_value=retyped(weight.const_value, dtype))
+        self.graph.register_initializer(like(narrow, weight, dtype))
+        return narrow
 
     def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """A computed value or an input, cast immediately after it is computed."""
-        if (value, dtype) not in self.casts:
-            name = f"{value.name}/to_{dtype.name.lower()}"
-            node = ir.node("Cast", [value], {"to": dtype.value}, name=name)
-            node.outputs[0].name = f"{name}:0"
-            like(node.outputs[0], value, dtype)
-            if (producer := value.producer()) is None:
-                self.graph.insert_before(next(iter(self.graph)), node)
-            else:
-                self.graph.insert_after(producer, node)
-            self.casts[value, dtype] = node.outputs[0]
-        return self.casts[value, dtype]
+        name = f"{value.name}/to_{dtype.name.lower()}"
+        node = ir.node("Cast", [value], {"to": dtype.value}, name=name)
+        node.outputs[0].name = f"{name}:0"
+        if (producer := value.producer()) is None:
+            self.graph.insert_before(self.graph[0], node)
+        else:
+            self.graph.insert_after(producer, node)
+        return like(node.outputs[0], value, dtype)
 
     def widen_outputs(self, outputs: list[ir.Value]) -> None:
         """Restore fp32 outputs under the names of the graph's outputs."""
         for i, output in enumerate(outputs):
-            if self.types.get(output, FLOAT) != FLOAT:
-                wide = self._cast(output, FLOAT)
+            if (wide := self._at(output, FLOAT)) is not output:
                 output.name, wide.name = f"{output.name}/{str(output.dtype).lower()}", output.name
                 self.graph.outputs[i] = wide
 

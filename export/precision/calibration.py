@@ -17,7 +17,7 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is
 from attnforge.export.graphs.qdq import Scheme
-from attnforge.export.precision.quantisation import INT8, Product, Quantisation, inputs_of
+from attnforge.export.precision.quantisation import INT8, Product, Quantisation
 from attnforge.runtime.parity.budget import relative_error
 
 ROWS = 256
@@ -68,7 +68,9 @@ def calibrate(
             data only gives their errors.
         scheme: the scheme of all of them.
     """
-    groups = inputs_of(quantisable)
+    groups: dict[ir.Value, list[Product]] = {}
+    for product in quantisable:
+        groups.setdefault(product.input, []).append(product)
     rows = _Rows(model, [str(value.name) for value in groups], data)
     forms: dict[str, Quantisation] = {}
     for value, group in groups.items():

@@ -27,7 +27,7 @@ encoder's weights and take none of its time. Attention, norms, softmax and heads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -310,14 +310,15 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
         form = forms[product.name]
         key = (product.input, id(form))
         if key not in inputs:
-            write = partial(_quantised_input, product=product, form=form)
-            inputs[key] = insert(model.graph, product.node, write, stem=f"{product.name}/input")
+            write_input = partial(_quantised_input, product=product, form=form)
+            inputs[key] = insert(model.graph, product.node, write_input, stem=f"{product.name}/input")
         if (weight := product.stored_as(form)) not in stored:
             stored[weight] = [
                 initializer(model.graph, f"{product.name}/{part}", array)
                 for part, array in zip(("weight", "weight_scale"), form.weight(product.weight), strict=True)
             ]
-        _quantise(model.graph, product, form, *inputs[key], stored[weight])
+        write = partial(_quantised, product=product, form=form, read=inputs[key], stored=stored[weight])
+        replace_value(product.node.outputs[0], insert(model.graph, product.node, write, stem=f"{product.name}/product"))
     low = [table for table in tables(model) if table.name in forms]
     for table in low:
         _store_in_8_bits(model.graph, table)
@@ -344,26 +345,27 @@ def _quantised_input(op: Builder, product: Product, form: Quantisation) -> tuple
     return result, largest
 
 
-def _quantise(
-    graph: ir.Graph, product: Product, form: Quantisation, x: ir.Value, largest: ir.Value | None, stored: list[ir.Value]
-) -> None:
-    """Make a product read its input and its weight from Q/DQ, or its weight from DQ."""
-    node = product.node
+def _quantised(
+    op: Builder, product: Product, form: Quantisation, read: tuple[ir.Value, ir.Value | None], stored: list[ir.Value]
+) -> ir.Value:
+    """Write a product that reads its input and its weight from Q/DQ, or its weight from DQ.
+
+    Args:
+        product: the product.
+        form: its form.
+        read: what :func:`_quantised_input` wrote.
+        stored: the weight in its stored form, and its scales.
+    """
+    (x, largest), output = read, product.node.outputs[0]
     by = {"axis": 1} if form.block is None else {"axis": 0, "block_size": form.block}
-
-    def write(op: Builder) -> ir.Value:
-        dequantised = typed(op.op("DequantizeLinear", stored, by), FLOAT, product.weight.shape)
-        name = f"{product.name}/{form.scheme.name}"
-        result = like(op.op("MatMul", [x, dequantised], name=name), node.outputs[0])
-        if largest is not None:
-            result = like(op.Mul(result, largest), node.outputs[0])
-        if product.bias is not None:
-            result = like(op.Add(result, product.bias), node.outputs[0])
-        _place(op, node)
-        return result
-
-    replace_value(node.outputs[0], insert(graph, node, write, stem=f"{product.name}/product"))
-    graph.remove(node, safe=True)
+    dequantised = typed(op.op("DequantizeLinear", stored, by), FLOAT, product.weight.shape)
+    result = like(op.op("MatMul", [x, dequantised], name=f"{product.name}/{form.scheme.name}"), output)
+    if largest is not None:
+        result = like(op.Mul(result, largest), output)
+    if product.bias is not None:
+        result = like(op.Add(result, product.bias), output)
+    _place(op, product.node)
+    return result
 
 
 def _place(op: Builder, node: ir.Node) -> None:
@@ -386,11 +388,3 @@ def _store_in_8_bits(graph: ir.Graph, table: Table) -> None:
     dequantised = insert(graph, table.lookups[0], write, stem=f"{table.name}/table")
     for lookup in table.lookups:
         lookup.replace_input_with(0, dequantised)
-
-
-def inputs_of(group: Iterable[Product]) -> dict[ir.Value, list[Product]]:
-    """Products by their input, in graph order."""
-    by_input: dict[ir.Value, list[Product]] = {}
-    for product in group:
-        by_input.setdefault(product.input, []).append(product)
-    return by_input

@@ -88,13 +88,11 @@ class RoundedOperands:
             stem: prefix of the names of new values.
         """
         a = attention_of(node)
-        return [
-            self._operand(graph, a, i, f"{stem}/{part}") if i in self.scales else node.inputs[i]
-            for i, part in enumerate(OPERANDS)
-        ]
 
-    def _operand(self, graph: ir.Graph, a: Attention, i: int, stem: str) -> ir.Value:
-        return insert(graph, a.node, lambda op: self.write(op, a, i, self.scales[i]), stem=stem)
+        def rounded(i: int) -> ir.Value:
+            return insert(graph, node, lambda op: self.write(op, a, i, self.scales[i]), stem=f"{stem}/{OPERANDS[i]}")
+
+        return [rounded(i) if i in self.scales else node.inputs[i] for i in range(3)]
 
 
 def whole(dtype: ir.DataType) -> Write:

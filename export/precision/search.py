@@ -134,8 +134,7 @@ def culprits(mixed: MixedGraph, answers: Answers, high: Assignment, trial: Trial
 def _where_it_begins(mixed: MixedGraph, node: ir.Node, evidence: str, high: Assignment) -> Culprits | None:
     """The operator at which an error begins, and those that compute its inputs, or else all operators of its module."""
     module = module_of(node)
-    owners = {_owner_of(mixed, maker) for maker in (node, *map(_computing, node.inputs))}
-    if raised := frozenset(name for name in owners if name is not None) - high:
+    if raised := _owners(mixed, (node, *map(_computing, node.inputs))) - high:
         return Culprits(raised, evidence)
     raised = frozenset(name for name, other in mixed.nodes.items() if module_of(other) == module) - high
     return Culprits(raised, f"{module}: {evidence}") if raised else None
@@ -143,24 +142,22 @@ def _where_it_begins(mixed: MixedGraph, node: ir.Node, evidence: str, high: Assi
 
 def _largest_left(mixed: MixedGraph, traced: Trace, high: Assignment) -> Culprits | None:
     """The 16-bit operator whose tensor has the largest error."""
-    owned = ((_owner_of(mixed, tensor.node), tensor) for tensor in traced.tensors)
-    left = [(name, tensor) for name, tensor in owned if name is not None and name not in high]
+    left = [tensor for tensor in traced.tensors if _owners(mixed, [tensor.node]) - high]
     if not left:
         return None
-    name, worst = max(left, key=lambda pair: pair[1].error)
-    return Culprits(frozenset([name]), f"the largest remaining error: {worst.name}")
+    worst = max(left, key=lambda tensor: tensor.error)
+    return Culprits(_owners(mixed, [worst.node]), f"the largest remaining error: {worst.name}")
 
 
 def _beyond_range(mixed: MixedGraph, traced: Trace) -> frozenset[str]:
     """The operators that compute or receive numbers beyond the range of 16 bits, or have such weights."""
     most = mixed.precision.largest / HEADROOM
-    names: set[str | None] = set()
+    beyond: list[ir.Node] = []
     for tensor in traced.tensors:
-        if tensor.largest > most and tensor.node.outputs[0].dtype == mixed.low:
-            takers = [use.node for use in tensor.node.outputs[0].uses()] if tensor.node.op_type == "Cast" else []
-            names |= {_owner_of(mixed, node) for node in (tensor.node, *takers)}
-    names |= {name for name, node in mixed.nodes.items() if _largest_weight(node) > most}
-    return frozenset(name for name in names if name is not None)
+        if tensor.largest > most and (output := tensor.node.outputs[0]).dtype == mixed.low:
+            beyond += [tensor.node, *(output.consumers() if tensor.node.op_type == "Cast" else ())]
+    large = (name for name, node in mixed.nodes.items() if _largest_weight(node) > most)
+    return _owners(mixed, beyond).union(large)
 
 
 def _largest_weight(node: ir.Node) -> float:
@@ -170,14 +167,11 @@ def _largest_weight(node: ir.Node) -> float:
     return max((float(np.max(size[size < STANDS_FOR_INFINITY], initial=0.0)) for size in sizes), default=0.0)
 
 
-def _owner_of(mixed: MixedGraph, node: ir.Node | None) -> str | None:
-    """The operator of the canonical graph that a node of the decomposed graph is part of."""
-    if node is None or node.name is None:
-        return None
-    if node.name in mixed.nodes:
-        return node.name
-    name = f"{site_of(node.name)}/Attention"
-    return name if name in mixed.nodes else None
+def _owners(mixed: MixedGraph, nodes: Iterable[ir.Node | None]) -> frozenset[str]:
+    """The operators of the canonical graph that nodes of the decomposed graph are parts of."""
+    names = [str(node.name) for node in nodes if node is not None]
+    owners = (name if name in mixed.nodes else f"{site_of(name)}/Attention" for name in names)
+    return frozenset(owners).intersection(mixed.nodes)
 
 
 def _computing(value: ir.Value | None) -> ir.Node | None:

@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from attnforge import cache
@@ -25,7 +24,7 @@ from attnforge.bundle import Cost, Engine, Range, TensorSpec
 from attnforge.children import ChildError, call
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.graphs.qdq import Between, rounding_of
-from attnforge.export.tensorrt.process import Answer, Layer, Request
+from attnforge.export.tensorrt.process import Answer, Request
 from attnforge.machine import device_name
 from attnforge.runtime.cases import sizes_at
 from attnforge.runtime.plans import own_code
@@ -34,30 +33,20 @@ PROCESS = "attnforge.export.tensorrt.process"
 """The module that runs the builder."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A serialized engine.
+class Plan(Answer):
+    """A serialized engine, and the answer of the builder that built it.
 
     Attributes:
         data: the plan itself; empty if it was written to a file.
-        version: version of the TensorRT that built it; only the same version is certain to load it.
-        layers: the compiled layers, as listed by the builder.
-        seconds: duration of the build.
         size: size of the plan in bytes.
-        activation_memory: device memory in bytes for everything between inputs and outputs, at the largest sizes; None
-            if the builder does not report it.
         profiles: its optimization profiles.
         process: time and memory of the builder's process.
     """
 
-    data: bytes
-    version: str
-    layers: list[Layer]
-    seconds: float
+    data: bytes = b""
     size: int = 0
-    activation_memory: int | None = None
-    profiles: tuple[Mapping[str, Range], ...] = ()
-    process: Cost = field(default_factory=lambda: Cost(seconds=0.0, memory=0))
+    profiles: list[dict[str, Range]] = []
+    process: Cost = Cost(seconds=0.0, memory=0)
 
     def kernel_of(self, onnx_node: str) -> str | None:
         """Name of the first fused attention layer that computes `onnx_node`; None if none does, or if one part of it is
@@ -105,7 +94,7 @@ class Plan:
             size=self.size,
             build_seconds=round(self.seconds, 3),
             activation_memory=self.activation_memory,
-            profiles=[dict(profile) for profile in self.profiles],
+            profiles=self.profiles,
             code=own_code(sha256),
         )
 
@@ -221,10 +210,10 @@ def build(
             compute_capabilities=compute_capabilities, profiles=profiles_of(inputs, profiles),
             timing_cache=timing_cache, device=device,
         )  # fmt: skip
-        return replace(builders.start(request).result(), data=request.plan_file.read_bytes())
+        return builders.start(request).result().model_copy(update={"data": request.plan_file.read_bytes()})
 
 
-class Builders:
+class Builders(AbstractContextManager["Builders"]):
     """Builders that run alongside this process, one after another, each in a separate process. Leaving the block
     kills the one that is still running.
 
@@ -251,12 +240,7 @@ class Builders:
         load_tensorrt(request.flavour)
         return self._thread.submit(self._built, request)
 
-    def __enter__(self) -> Builders:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._ended = True
             if self._running is not None:
@@ -272,13 +256,9 @@ class Builders:
         if answer.refusal is not None:
             raise (UsageError if answer.misuse else BuildError)(answer.refusal)
         return Plan(
-            data=b"",
-            version=answer.version,
-            layers=answer.layers,
-            seconds=answer.seconds,
+            **dict(answer),
             size=request.plan_file.stat().st_size,
-            activation_memory=answer.activation_memory,
-            profiles=tuple(request.profiles),
+            profiles=request.profiles,
             process=Cost(seconds=round(time.perf_counter() - start, 3), memory=answer.memory),
         )
 

@@ -97,10 +97,11 @@ class Answer(Record):
     """The result of a build, or the reason why there is none.
 
     Attributes:
-        version: version of TensorRT.
+        version: version of the TensorRT that built the plan; only the same version is certain to load it.
         layers: layers of the plan, as listed by the builder.
         seconds: duration of the build.
-        activation_memory: device memory in bytes, at the largest sizes; None if the builder does not report it.
+        activation_memory: device memory in bytes for everything between inputs and outputs, at the largest sizes; None
+            if the builder does not report it.
         memory: peak memory of the process in bytes.
         refusal: the builder's own message; None if it built the plan.
         misuse: whether the request itself was wrong.

@@ -39,15 +39,13 @@ def rebuilt(
     for flavour in FLAVOURS:
         if backend not in ("auto", flavour) or flavour not in opened.manifest.targets:
             continue
-        if cuda_devices() == 0:
-            if backend == flavour:
-                raise UnavailableError(f"no CUDA device to build {flavour}'s plan for; plans run on NVIDIA GPUs only")
-            continue
-        capability = compute_capability(device)
         try:
+            if cuda_devices() == 0:
+                raise UnavailableError(f"no CUDA device to build {flavour}'s plan for; plans run on NVIDIA GPUs only")
+            capability = compute_capability(device)
             if not fits(opened, flavour, capability, trusted=backend == "auto"):
                 opened = rebuild(opened, flavour, capability, device)
-        except UnavailableError:  # TensorRT is not installed
+        except UnavailableError:  # there is no device, or TensorRT is not installed
             if backend == flavour:
                 raise
     return opened

@@ -14,7 +14,7 @@ from tests.support.linear_graph import inputs, linear
 
 def plan(*kernels: list[str]) -> Plan:
     layers = [Layer(name=" ".join(nodes), type="gemm", tactic="", onnx_nodes=nodes) for nodes in kernels]
-    return Plan(b"", "1.0", layers, 0.0)
+    return Plan(version="1.0", layers=layers)
 
 
 def test_a_product_is_rounded_before_its_bias_if_another_kernel_adds_it() -> None:
