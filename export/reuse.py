@@ -124,17 +124,16 @@ class Reuse:
         self.reused.append("forms of attention sites")
         return {site: FormChoice(**form) for site, form in json.loads((entry / "forms.json").read_bytes()).items()}
 
-    def tuning(self, tuner: Tuner | None, is_known: bool, target: str | None = None) -> Tuning | None:
+    def tuning(self, tuner: Tuner | None, target: str | None = None) -> Tuning | None:
         """The record of what a tuner measured, whose forms are cached; None if nothing was.
 
         Args:
-            tuner: the tuner, if there is one.
-            is_known: whether the forms were taken from the cache.
+            tuner: the tuner, if there is one, with the forms that were taken from the cache.
             target: the target that they were measured for; None for ONNX Runtime.
         """
-        if tuner is None or not (tuner.spent or is_known):
+        if tuner is None or not (tuner.spent or tuner.measured):
             return None
-        if not is_known:
+        if not tuner.measured:
             kept = {site: asdict(form) for site, form in tuner.chosen.items()}
             self._cache.put(self._forms(tuner.sizes, target), {"forms.json": _json(kept)})
         return Tuning(processors=os.cpu_count() or 1, sizes=dict(tuner.sizes), seconds=round(tuner.spent, 3))

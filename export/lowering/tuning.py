@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -85,33 +85,28 @@ def _open_on_onnxruntime(model: ir.Model, feeds: Mapping[str, Array]) -> Callabl
 ONNX_RUNTIME = Library("ONNX Runtime", _open_on_onnxruntime, lambda binding: binding.get_outputs()[0].numpy())
 
 
+@dataclass
 class Tuner:
     """Chooses the form of each site by measuring.
 
-    Args:
+    Attributes:
         sizes: the usual size of each symbolic dim.
         seconds: time for measuring all sites together. Once it is spent, the remaining sites are left to the rules.
-        steps: counts every site; None if progress is not reported.
+        steps: counts every site.
         measured: earlier measurements, by site.
         library: runs the forms.
-
-    Attributes:
         spent: seconds of measuring so far.
         chosen: the form of every site so far.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        seconds: float = 20.0,
-        steps: Steps | None = None,
-        measured: Mapping[str, FormChoice] | None = None,
-        library: Library = ONNX_RUNTIME,
-    ) -> None:
-        self.sizes, self._steps, self._before, self._library = sizes, steps, measured or {}, library
-        self.chosen: dict[str, FormChoice] = {}
-        self.seconds, self.spent = seconds, 0.0
-        self._known: dict[Hashable, FormChoice] = {}
+    sizes: Mapping[str, int]
+    seconds: float = 20.0
+    steps: Steps = field(default_factory=lambda: Steps(None))
+    measured: Mapping[str, FormChoice] = field(default_factory=dict)
+    library: Library = ONNX_RUNTIME
+    spent: float = field(default=0.0, init=False)
+    chosen: dict[str, FormChoice] = field(default_factory=dict, init=False)
+    _known: dict[Hashable, FormChoice] = field(default_factory=dict, init=False)
 
     def choose(self, model: ir.Model, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice) -> FormChoice:
         """The fastest of `candidates`, or `ruled` if they cannot be measured.
@@ -123,9 +118,8 @@ class Tuner:
             ruled: the form that the rules choose.
         """
         site = str(a.node.name)
-        if self._steps is not None:
-            self._steps.begin(site.removesuffix("/Attention"))
-        self.chosen[site] = self._before.get(site) or self._choose(model, a, candidates, ruled)
+        self.steps.begin(site.removesuffix("/Attention"))
+        self.chosen[site] = self.measured.get(site) or self._choose(model, a, candidates, ruled)
         return self.chosen[site]
 
     def _choose(self, model: ir.Model, a: Attention, candidates: Sequence[Candidate], ruled: FormChoice) -> FormChoice:
@@ -171,7 +165,7 @@ class Tuner:
         dropped: dict[str, str] = {}
         for left, work in zip(range(len(works), 0, -1), works, strict=True):
             feeds = cut.feeds(work.sizes, work.past)
-            runs, seconds, refused = agreeing(candidates, models, feeds, self._library, end)
+            runs, seconds, refused = agreeing(candidates, models, feeds, self.library, end)
             warm = {form: seconds_of(run) if seconds[form] > LONG else seconds[form] for form, run in runs.items()}
             slow = _too_slow(warm, end - time.perf_counter(), ruled.form)
             dropped |= refused | slow

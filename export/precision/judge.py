@@ -4,7 +4,7 @@ with float64 with the original weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -168,36 +168,30 @@ def judged_on(cases: Sequence[Case]) -> list[Case]:
     return [*data, *(ordinary[name] for name in names if name in ordinary)][: max(JUDGED, len(data))]
 
 
+@dataclass
 class Judge:
     """Judges assignments, each once: `judge(high)` is the trial of the graph with the parts `high` in fp32.
 
-    Args:
+    Attributes:
         build: makes what runs that graph.
         answers: answers to the cases that assignments are judged on.
         requirement: what has to be met.
         text: an assignment in words.
         steps: receives every assignment before it is run.
-
-    Attributes:
         trials: the results so far, in order.
     """
 
-    def __init__(
-        self,
-        build: Callable[[Assignment], Run],
-        answers: Answers,
-        requirement: Requirement,
-        text: Callable[[Assignment], str],
-        steps: Steps,
-    ) -> None:
-        self.answers, self.requirement, self.text = answers, requirement, text
-        self._build, self._steps = build, steps
-        self.trials: dict[Assignment, Trial] = {}
+    build: Callable[[Assignment], Run]
+    answers: Answers
+    requirement: Requirement
+    text: Callable[[Assignment], str]
+    steps: Steps
+    trials: dict[Assignment, Trial] = field(default_factory=dict, init=False)
 
     def __call__(self, high: Assignment) -> Trial:
         if high not in self.trials:
-            self._steps.begin(self.text(high))
-            self.trials[high] = self.run(self._build(high), self.answers)
+            self.steps.begin(self.text(high))
+            self.trials[high] = self.run(self.build(high), self.answers)
         return self.trials[high]
 
     def run(self, graph: Run, answers: Answers) -> Trial:

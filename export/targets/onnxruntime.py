@@ -37,12 +37,11 @@ def begin(job: Job, progress: Progress) -> Finish:
     """
     sizes, largest = (sizes_at(job.inputs, bound) for bound in ("opt", "max"))
     steps = Steps(progress, sum(site.node is not None for site in job.sites))
-    known = job.reuse.forms(sizes) if job.measuring else {}
-    tuner = Tuner(sizes, job.measuring, steps, known) if job.measuring else None
+    tuner = Tuner(sizes, job.measuring, steps, job.reuse.forms(sizes)) if job.measuring else None
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
     record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))
-    record.tuning = job.reuse.tuning(tuner, bool(known))
+    record.tuning = job.reuse.tuning(tuner)
     if job.precision.is_low or caches(job.model):
         model = job.model.clone()
         lower(model, job.sites, sizes, device="cuda")

@@ -33,11 +33,12 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     spent = sum(target.record.tuning.seconds for target in built.values() if target.record.tuning is not None)
     seconds = job.measuring - spent if why_not_here(OPENVINO) is None else 0.0
     measured = f"{OPENVINO}, int8: {', '.join(scales)}" if scales else OPENVINO  # identifies the forms to measure
-    known = job.reuse.forms(sizes, measured) if seconds > 0 else {}
-    tuner = Tuner(sizes, seconds, Steps(progress), known, LIBRARY) if seconds > 0 else None
+    tuner = None
+    if seconds > 0:
+        tuner = Tuner(sizes, seconds, Steps(progress), job.reuse.forms(sizes, measured), LIBRARY)
     model = job.model.clone()
     lowered = lower(model, job.sites, sizes, tuner, scales).sites
-    tuning = job.reuse.tuning(tuner, bool(known), measured)
+    tuning = job.reuse.tuning(tuner, measured)
     if all(site.form == CANONICAL_FORM for site in lowered):
         return None
     return Built(TargetRecord(model=job.shelf.save(model, f"{OPENVINO}/model.onnx"), tuning=tuning), lowered)
