@@ -31,7 +31,7 @@ def constant(op: Builder, data: ArrayLike, dtype: ir.DataType | None = ir.DataTy
 
 def initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     """Add a weight to `graph`."""
-    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
     value = ir.Value(name=name, const_value=tensor)
     graph.register_initializer(typed(value, tensor.dtype, array.shape))
     return value

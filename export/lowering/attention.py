@@ -101,29 +101,44 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """The cache of keys or of values.
+
+    Attributes:
+        before: `(batch, key heads, capacity, size)`, an input of the graph.
+        new: `(batch, key heads, tokens, size)`, which are written after the earlier tokens.
+        after: the cache after that, an output of the graph.
+        in_int8: how numbers are rounded if the cache is int8; `new` is int8 then, too.
+    """
+
+    before: ir.Value
+    new: ir.Value
+    after: ir.Value
+    in_int8: InInt8 | None
+
+    @classmethod
+    def of(cls, read: ir.Value) -> Cache:
+        """The cache that keys or values, without sinks, are read from."""
+        writer = writer_of(read)
+        before, new = input_of(writer), input_of(writer, 1)
+        return cls(before, new, writer.outputs[0], InInt8.of_stored(new, read))
+
+
+@dataclass(frozen=True)
 class Cached:
-    """The cache that keys and values of a decoder step are read from (:mod:`attnforge.export.decoding.insert`).
+    """What the keys and values of a decoder step are read from (:mod:`attnforge.export.decoding.insert`).
 
     Attributes:
         tokens: the graph's input, `(batch, tokens, …)`.
         past: `(batch,)`, int64: how many tokens each sample has in the cache.
-        new_key, new_value: `(batch, key heads, tokens, size)`, written after them.
-        key, value: `(batch, key heads, capacity, size)`, the cache before that.
-        next_key, next_value: the cache after it, which are outputs of the graph.
+        caches: that of keys, and that of values.
         seen: the keys that a query sees.
-        in_int8: how keys and values are rounded if the cache is int8; `new_key` and `new_value` are int8 then, too.
     """
 
     tokens: ir.Value
     past: ir.Value
-    new_key: ir.Value
-    new_value: ir.Value
-    key: ir.Value
-    value: ir.Value
-    next_key: ir.Value
-    next_value: ir.Value
+    caches: tuple[Cache, Cache]
     seen: Seen
-    in_int8: tuple[InInt8, InInt8] | None = None
 
 
 @dataclass(frozen=True)
@@ -264,19 +279,13 @@ def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, A
 
 
 def _cached(node: ir.Node) -> Cached | None:
-    """The cache that a node reads; None if it reads none."""
+    """What a node reads keys and values from; None if that is no cache."""
     seen = Seen.of(node)
     if seen is None:
         return None
-    read = [before_sinks(input_of(node, i)) for i in (1, 2)]
-    writers = [writer_of(value) for value in read]
-    (key, value), (new_key, new_value) = ([input_of(writer, i) for writer in writers] for i in (0, 1))
-    rounded = [InInt8.of_stored(*pair) for pair in zip((new_key, new_value), read, strict=True)]
-    in_int8 = (rounded[0], rounded[1]) if rounded[0] is not None and rounded[1] is not None else None
-    next_key, next_value = (writer.outputs[0] for writer in writers)
+    key, value = (before_sinks(input_of(node, i)) for i in (1, 2))
     assert isinstance(node.graph, ir.Graph)
-    tokens, past = node.graph.inputs[0], input_of(writers[0], 2)
-    return Cached(tokens, past, new_key, new_value, key, value, next_key, next_value, seen, in_int8)
+    return Cached(node.graph.inputs[0], input_of(writer_of(key), 2), (Cache.of(key), Cache.of(value)), seen)
 
 
 def writer_of(read: ir.Value) -> ir.Node:

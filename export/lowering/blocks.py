@@ -85,11 +85,8 @@ def in_blocks(
     as_heads &= a.size("H") == a.size("H_kv") and not a.band.first_queries
     if a.mask is not None and not a.band.is_all:
         as_heads &= dims_of(a.mask)[:2] == [1, 1]
-    *layouts, whole = (
-        [a.layout("B H", dims[1], dims[2]) for dims in HEADS_FIRST]
-        if as_heads
-        else [a.layout("B", *dims) for dims in SIDE_BY_SIDE]
-    )
+    ends = [("B H", *dims[1:]) for dims in HEADS_FIRST] if as_heads else [("B", *dims) for dims in SIDE_BY_SIDE]
+    *layouts, whole = (a.layout(*dims) for dims in ends)
     query, key, value = a.inputs(op, layouts)
     count = blocks_of(a.size("n_q"), width)
     cut = _Cut(op, query, a.band, width, as_heads)

@@ -35,9 +35,8 @@ from attnforge.export.graphs.build import (
     up_to,
 )
 from attnforge.export.graphs.nodes import input_of, is_op, maker_of
-from attnforge.export.graphs.qdq import InInt8
 from attnforge.export.graphs.sizes import Size, sizes_of
-from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cached, Emit, Seen
+from attnforge.export.lowering.attention import SIDE_BY_SIDE, Attention, ByHead, Cache, Cached, Emit, Seen
 
 BOOL, FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -77,33 +76,32 @@ def group_query(op: Builder, a: Attention, name: str, all_slots: bool = False) -
     attributes = a.attributes()
     if cached.seen.window is not None:
         attributes["local_window_size"] = cached.seen.window
-    new = (cached.new_key, cached.new_value) if cached.in_int8 is None else [part.source for part in cached.in_int8]
-    sides = [(a.query, a.layout("B", *SIDE_BY_SIDE[0])), *map(_written, new)]
+    sides = [(a.query, a.layout("B", *SIDE_BY_SIDE[0])), *map(_written, cached.caches)]
     tables: list[ir.Value] = []
-    turned = [before_rotation(operand, a.size("d_k").factor) for operand, _ in sides[:2]]
-    if (query := turned[0]) is not None and (key := turned[1]) is not None and query.is_as(key):
-        sides[:2] = [(each.operand, layout) for each, (_, layout) in zip((query, key), sides[:2], strict=True)]
-        tables = [query.cosine, query.sine]
-        attributes |= {"do_rotary": 1, "rotary_interleaved": query.interleaved}
+    query, key = (before_rotation(operand, a.size("d_k").factor) for operand, _ in sides[:2])
+    if query is not None and key is not None and query.rotation == key.rotation:
+        sides[:2] = (query.operand, sides[0][1]), (key.operand, sides[1][1])
+        *tables, interleaved = query.rotation
+        attributes |= {"do_rotary": 1, "rotary_interleaved": interleaved}
     rows = [a.arranged(op, *side) for side in sides]
-    *_, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
-    inputs: list[ir.Value | None] = [*rows, cached.key, cached.value, *_lengths(cached, all_slots), *tables]
+    before = [cache.before for cache in cached.caches]
+    inputs: list[ir.Value | None] = [*rows, *before, *_lengths(cached, all_slots), *tables]
     inputs += [None] * (SCALES - len(inputs))
     if cached.seen.slopes is not None:
         inputs[BIAS] = _bias(cached, cached.seen.slopes, a.dtype)
     if cached.seen.sinks is not None:
         inputs[HEAD_SINK] = constant(op, cached.seen.sinks, a.dtype)
-    if cached.in_int8 is not None:
+    if rounded := [cache.in_int8 for cache in cached.caches if cache.in_int8 is not None]:
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        inputs += [constant(op, part.scale.reshape(-1), FLOAT) for part in cached.in_int8]
+        inputs += [constant(op, part.scale.reshape(-1), FLOAT) for part in rounded]
     while inputs[-1] is None:
         inputs.pop()
-    result, next_key, next_value = op.op_multi_out(
+    result, *written = op.op_multi_out(
         "GroupQueryAttention", inputs, attributes, domain="com.microsoft", num_outputs=3, name=name
     )
-    for before, after in ((cached.next_key, next_key), (cached.next_value, next_value)):
-        replace_value(before, after)
-    return a.as_output(op, result, output)
+    for cache, after in zip(cached.caches, written, strict=True):
+        replace_value(cache.after, after)
+    return a.as_output(op, result, a.layout("B", *SIDE_BY_SIDE[3]))
 
 
 def _shared(cached: Cached, name: str, build: Callable[[Builder], ir.Value]) -> ir.Value:
@@ -146,16 +144,17 @@ def _lengths(cached: Cached, all_slots: bool) -> list[ir.Value]:
 
     def total(op: Builder) -> ir.Value:
         if all_slots:
-            return constant(op, sizes_of(cached.key)[2].factor, INT32)
+            return constant(op, sizes_of(cached.caches[0].before)[2].factor, INT32)
         longest = op.Add(op.ReduceMax(cached.past, keepdims=1), op.Shape(cached.tokens, start=1, end=2))
         return op.Cast(op.Squeeze(longest, constant(op, [0])), to=INT32.value)
 
     return [_shared(cached, "decoding/last", last), _shared(cached, "decoding/total", total)]
 
 
-def _written(new: ir.Value) -> tuple[Operand, Layout]:
-    """The rows written into a cache, `(batch, heads, tokens, size)`, before all views, and its layout with heads side
-    by side."""
+def _written(cache: Cache) -> tuple[Operand, Layout]:
+    """The rows written into a cache, before they are rounded and before all views, and their layout with heads side by
+    side."""
+    new = cache.new if cache.in_int8 is None else cache.in_int8.source
     layout = Layout.fresh(new)
     batch, heads, tokens, size = layout.dims
     return Operand(*before_views(new, layout)), Layout([batch, tokens, (*heads, *size)])
@@ -179,17 +178,15 @@ def over_filled(op: Builder, a: Attention, name: str, attend: Emit) -> ir.Value:
     attended = filled.plus(1) if has_sink else filled
     axes = SiteAxes({**a.axes.dims, "n_k": (Axis(attended),)})
 
-    def read(after: ir.Value, rounded: InInt8 | None) -> ir.Value:
+    def read(cache: Cache, size: str) -> Operand:
         """Keys or values in these slots, and zeros for the sink."""
-        part = up_to(op, after, 2, end, filled.dim())
-        if rounded is not None:
-            part = rounded.restored(op, part)
-        return with_zeros(op, part, 1, first=True) if has_sink else part
+        part = up_to(op, cache.after, 2, end, filled.dim())
+        if cache.in_int8 is not None:
+            part = cache.in_int8.restored(op, part)
+        part = with_zeros(op, part, 1, first=True) if has_sink else part
+        return Operand(part, axes.layout("B", "H_kv", "n_k", size))
 
-    parts = map(read, (cached.next_key, cached.next_value), cached.in_int8 or (None, None))
-    key, value = (
-        Operand(part, axes.layout("B", "H_kv", "n_k", size)) for part, size in zip(parts, ("d_k", "d_v"), strict=True)
-    )
+    key, value = map(read, cached.caches, ("d_k", "d_v"))
     mask = up_to(op, mask, 3, op.Add(end, constant(op, [1])) if has_sink else end, attended.dim())
     return attend(op, replace(a, key=key, value=value, mask=mask, axes=axes, cached=None), name)
 
@@ -263,18 +260,12 @@ class Turned:
 
     Attributes:
         operand: the operand before the rotation.
-        cosine, sine: initializers, `(positions, half a head)`.
-        interleaved: 1 if neighbours form a pair, 0 if halves of a head do.
+        rotation: the tables of cosines and sines, initializers of `(positions, half a head)`; and 1 if neighbours form
+            a pair, 0 if halves of a head do.
     """
 
     operand: Operand
-    cosine: ir.Value
-    sine: ir.Value
-    interleaved: int
-
-    def is_as(self, other: Turned) -> bool:
-        """Whether both are rotated by the same tables in the same way."""
-        return (self.cosine, self.sine, self.interleaved) == (other.cosine, other.sine, other.interleaved)
+    rotation: tuple[ir.Value, ir.Value, int]
 
 
 def before_rotation(operand: Operand, size: int) -> Turned | None:
@@ -294,10 +285,10 @@ def before_rotation(operand: Operand, size: int) -> Turned | None:
         return None
     x, cosine, sine = parts
     interleaved = node.attributes.get_int("interleaved", 0) or 0 if is_operator else 0
-    tables = [_table(rows, size // 2) for rows in (cosine, sine)]
-    if x is None or tables[0] is None or tables[1] is None:
+    cosines, sines = (_table(rows, size // 2) for rows in (cosine, sine))
+    if x is None or cosines is None or sines is None:
         return None
-    return Turned(Operand(*before_views(x, operand.layout)), tables[0], tables[1], interleaved)
+    return Turned(Operand(*before_views(x, operand.layout)), (cosines, sines, interleaved))
 
 
 def _by_halves(node: ir.Node, size: int) -> Parts | None:

@@ -108,7 +108,7 @@ def cut_of(model: ir.Model, a: Attention, projects: bool = False) -> Cut:
         if any(use.node not in known and use.node.op_type != "Shape" for use in value.uses())
     ]
     cached = a.cached
-    outputs = [a.output.value, *([] if cached is None else [cached.next_key, cached.next_value])]
+    outputs = [a.output.value, *([] if cached is None else [cache.after for cache in cached.caches])]
     part = part_of(model, [str(value.name) for value in outputs], [str(value.name) for value in given])
     past = None if cached is None else str(cached.past.name)
     return Cut(part, str(a.node.name), None if a.mask is None else str(a.mask.name), past, shared)

@@ -41,6 +41,7 @@ from attnforge.export.graphs.build import (
     cast,
     constant,
     dims_of,
+    initializer,
     insert,
     like,
     replace_value,
@@ -133,10 +134,8 @@ def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:
     names = [str(value.name) for value in wanted]
     arrays = at_own_precision(model, names)({}) if names else {}
     for value, name in zip(wanted, names, strict=True):
-        tensor = ir.tensor(arrays[name].astype(numpy_type(value)), name=f"{name}/computed")
-        weight = ir.Value(name=tensor.name, const_value=tensor)
-        replace_value(value, weight)
-        model.graph.register_initializer(weight)
+        array = arrays[name].astype(numpy_type(value))
+        replace_value(value, initializer(model.graph, f"{name}/computed", array))
 
 
 def _is_constant(value: ir.Value) -> bool:

@@ -230,7 +230,7 @@ def workloads(a: Attention, sizes: Mapping[str, int]) -> list[Workload]:
     if a.cached is None:
         return [Workload(sizes)]
     batch, tokens = (str(dim) for dim in dims_of(a.cached.tokens)[:2])
-    capacity = evaluated(sizes_of(a.cached.key)[2], sizes)
+    capacity = evaluated(sizes_of(a.cached.caches[0].before)[2], sizes)
     count = min(max(evaluated(a.size("n_q"), sizes), 2), capacity)
     token, prompt = ({**sizes, batch: 1, tokens: number} for number in (1, count))
     past = capacity // 2
