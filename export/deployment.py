@@ -243,17 +243,12 @@ def _canonicalize(d: Deployment, progress: Progress) -> None:
 
 
 def _choose_precisions(d: Deployment, progress: Progress) -> None:
-    chosen = choose(d.model, d.sites, d.source, d.options.automatic, d.options.requirement(d.data), d.data, progress)
+    chosen = choose(d.model, d.sites, d.source, d.options, d.data, progress)
     d.model, d.reference, d.mixed = chosen.model, chosen.reference, chosen.mixed
 
 
 def _quantise(d: Deployment, progress: Progress) -> None:
-    options = d.options
-    forms = choose_forms(
-        d.model, d.sites, d.source, options.quantised or d.source.precision, options.keeps_some,
-        options.requirement(d.data), d.data, progress,
-        caches_in_int8=options.cache_precision is not None, scores_in_int8=options.cache_tokens is None,
-    )  # fmt: skip
+    forms = choose_forms(d.model, d.sites, d.source, d.options, d.data, progress)
     d.model, d.reference, d.quantised = forms.model, forms.reference, forms.record
     d.caches, d.scores = forms.caches, forms.scores
 

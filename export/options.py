@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict, TypeGuard, TypeVar
 
@@ -16,14 +16,13 @@ from attnforge.arrays import is_floating, to_numpy
 from attnforge.bundle import FLAVOURS, OPENVINO, Range, Source, TensorSpec, Wrong
 from attnforge.bundle.schema import LONGEST_NAME
 from attnforge.errors import UnknownNameError, UsageError, WrongError, plain, shortened
-from attnforge.export.precision.judge import Requirement
 from attnforge.export.reference import Data
 from attnforge.export.targets.registry import TARGETS
 from attnforge.input_files import LABELS, read_inputs, read_labels
 from attnforge.pictures import pictures_of
 from attnforge.precision import PRECISIONS, Precision
 from attnforge.runtime.inputs import by_name, in_order
-from attnforge.runtime.parity.metrics import MeasuredMetric, check_least, metric_named
+from attnforge.runtime.parity.metrics import check_least, metric_named
 from attnforge.text import Tokenizer, read_texts
 
 T = TypeVar("T")
@@ -399,14 +398,6 @@ class DeployOptions:
                 "one size; give pictures of one size, or an .npz"
             )
         return [{spec.name: np.concatenate(batch)} for batch in spec.in_batches(pictures, smallest=differ)]
-
-    def requirement(self, data: Data) -> Requirement:
-        """The requirement on chosen precisions; None if they are not chosen."""
-        if self.metric is None:
-            return Requirement(self.max_error)
-        labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
-        metric = metric_named(self.metric, bool(data.labels))
-        return Requirement(self.max_error, partial(MeasuredMetric, self.metric, metric, labels, self.least))
 
 
 def _is_texts(values: Real) -> TypeGuard[str | os.PathLike[str]]:

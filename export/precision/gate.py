@@ -22,6 +22,7 @@ from attnforge.export.diagnosis.stages import decomposed, module_of
 from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.graphs.qdq import SCHEMES
+from attnforge.export.options import DeployOptions
 from attnforge.export.precision.calibration import calibrate
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial, judged_on
 from attnforge.export.precision.quantisation import (
@@ -77,35 +78,25 @@ class ChosenForms:
 
 
 def choose_forms(
-    model: ir.Model,
-    sites: list[Site],
-    whole: ReferenceModel,
-    precision: Precision,
-    is_automatic: bool,
-    requirement: Requirement,
-    data: Data,
-    progress: Progress,
-    caches_in_int8: bool = False,
-    scores_in_int8: bool = True,
+    model: ir.Model, sites: list[Site], whole: ReferenceModel, options: DeployOptions, data: Data, progress: Progress
 ) -> ChosenForms:
-    """Quantise a graph within a requirement.
+    """Quantise a graph within the requirement of the options. The rounding of queries and keys, for OpenVINO, and that
+    of keys and values in caches need real data.
 
     Args:
         model: a canonical fp32 graph; not modified.
         sites: its attention sites.
         whole: the model in fp32.
-        precision: int8, fp8 or int4; fp32 if only caches are quantised.
-        is_automatic: whether products may stay in fp32 if the requirement is not met.
-        requirement: what has to be met, on real data, or on ordinary cases if there is none.
+        options: the precision, which is fp32 if only caches are quantised; whether products may stay in fp32 if the
+            requirement is not met; and the requirement, on real data, or on ordinary cases if there is none.
         data: real inputs, also used for calibration.
         progress: receives each trial.
-        caches_in_int8: whether keys and values are rounded to int8, as in a decoder's int8 caches; needs real data.
-        scores_in_int8: whether OpenVINO may multiply queries and keys in int8, given int8 products and real data.
 
     Raises:
         UsageError: no product is worth quantising.
         BuildError: the requirement is not met; or the fp32 graph does not compute what the model does.
     """
+    precision = options.quantised or whole.precision
     graph = QuantisedGraph(model, sites, precision)
     stored, cases = inputs_and_cases(whole, data, run_cost(model))
     real = [case for case in cases if case.kind == "data"]
@@ -113,12 +104,12 @@ def choose_forms(
     steps.begin("the graph in fp32")
     _check_same(as_it_is(decomposed(model, sites)), answers, whole.precision)
     inputs = [answers.inputs[case.name] for case in answers.cases]
-    graph.calibrate(inputs, bool(real), caches_in_int8, steps)
-    judge = Judge(graph.run, answers, requirement, graph.text, steps)
-    high = _raised(graph, judge) if is_automatic else _none_raised(graph, judge)
+    graph.calibrate(inputs, bool(real), options.cache_precision is not None, steps)
+    judge = Judge(graph.run, answers, Requirement.of(options, data), graph.text, steps)
+    high = _raised(graph, judge) if options.keeps_some else _none_raised(graph, judge)
     quantised, record = graph.quantised(high), graph.record(judge, high, cases[0].sizes, len(real))
     scores: list[RoundedOperands] = []
-    if scores_in_int8 and graph.scheme is INT8 and real:
+    if options.cache_tokens is None and graph.scheme is INT8 and real:
         steps.begin("ranges of queries and keys")
         scores = sites_for_int8(model, sites, inputs)
     if scores:

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import Case
-from attnforge.export.reference import ReferenceModel
+from attnforge.export.options import DeployOptions
+from attnforge.export.reference import Data, ReferenceModel
 from attnforge.numbers import scientific
 from attnforge.precision import Precision
 from attnforge.progress import Steps
 from attnforge.runtime.cases import key, make_inputs
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, judge, relative_error
-from attnforge.runtime.parity.metrics import MeasuredMetric
+from attnforge.runtime.parity.metrics import MeasuredMetric, metric_named
 from attnforge.runtime.parity.verify import Run
 
 JUDGED = 6
@@ -57,6 +59,20 @@ class Requirement:
     max_error: float | None = None
     metric: Callable[[], MeasuredMetric] | None = None
     baseline: Precision | None = None
+
+    @classmethod
+    def of(cls, options: DeployOptions, data: Data) -> Requirement:
+        """The requirement that the options of a deployment make.
+
+        Args:
+            options: the options.
+            data: the real inputs and labels that the metric is measured on.
+        """
+        if options.metric is None:
+            return cls(options.max_error)
+        labels = {f"data-{i}": data.labels[i] if data.labels else None for i in range(len(data.inputs))}
+        metric = metric_named(options.metric, bool(data.labels))
+        return cls(options.max_error, partial(MeasuredMetric, options.metric, metric, labels, options.least))
 
     @property
     def is_metric(self) -> bool:

@@ -18,6 +18,7 @@ from attnforge.errors import BuildError
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.nodes import inputs_of
+from attnforge.export.options import DeployOptions
 from attnforge.export.precision.assign import MixedGraph
 from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
 from attnforge.export.precision.search import NOTHING_LEFT, by_culprits, culprits, lower_again
@@ -53,13 +54,7 @@ class ChosenPrecisions:
 
 
 def choose(
-    model: ir.Model,
-    sites: list[Site],
-    whole: ReferenceModel,
-    names: Sequence[str],
-    requirement: Requirement,
-    data: Data,
-    progress: Progress,
+    model: ir.Model, sites: list[Site], whole: ReferenceModel, options: DeployOptions, data: Data, progress: Progress
 ) -> ChosenPrecisions:
     """The cheapest precisions found that meet the requirement.
 
@@ -67,17 +62,17 @@ def choose(
         model: a canonical fp32 graph; not modified.
         sites: its attention sites.
         whole: the model in fp32, for references.
-        names: the 16-bit precisions to try; the second only if the first needs operators in fp32.
-        requirement: what has to be met.
+        options: the 16-bit precisions to try, the second only if the first needs operators in fp32; and the
+            requirement.
         data: real inputs, on which assignments are judged too.
         progress: receives each assignment that is tried.
 
     Raises:
         BuildError: not even fp32 meets the requirement.
     """
-    references = [_reference(whole, precision_named(name)) for name in names]
+    references = [_reference(whole, precision_named(name)) for name in options.automatic]
     baseline, steps = references[0], Steps(progress)
-    requirement = replace(requirement, baseline=baseline.precision)
+    requirement = replace(Requirement.of(options, data), baseline=baseline.precision)
     stored, cases = inputs_and_cases(baseline, data, run_cost(model))
     answers = Answers.of(baseline, judged_on(cases), stored)
     candidates: list[ChosenPrecisions] = []
