@@ -18,7 +18,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.execute import as_it_is, part_of, values_of
-from attnforge.export.graphs.nodes import input_of, inputs_of, is_op
+from attnforge.export.graphs.nodes import input_of, inputs_of, is_op, numpy_type
 from attnforge.export.graphs.sizes import shape_at
 from attnforge.export.graphs.types import FLOATS
 from attnforge.export.lowering.attention import Attention, Candidate, attention_of, write
@@ -75,7 +75,6 @@ class Cut:
         arrays: dict[str, Array] = {}
         for value in self.model.graph.inputs:
             name, shape, dtype = str(value.name), shape_at(value, sizes), value.dtype
-            assert dtype is not None
             if name == self.past:
                 array: Array = np.full(shape, past)
             elif dtype == INT8:
@@ -86,7 +85,7 @@ class Cut:
                 array = rng.random(shape) < 0.75
             if name == self.mask and prod(shape[:-1]) > 1:
                 array.reshape(-1, shape[-1])[0] = -np.inf if dtype in FLOATS else False
-            arrays[name] = array.astype(dtype.numpy())
+            arrays[name] = array.astype(numpy_type(value))
         return arrays | (as_it_is(self.model, self.shared)(arrays) if self.shared else {})
 
 

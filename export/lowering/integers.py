@@ -18,6 +18,7 @@ up first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -55,19 +56,28 @@ IN_8_BITS = 4
 
 def integer_products(model: ir.Model) -> PassResult:
     """Rewrite every product between Q/DQ of `model`, in place, as an integer product, including a bias that follows."""
-    graph, quantised = model.graph, dict[ir.Value, ir.Value]()
-    for between in (products := products_between(model, INT8)):
-        quantise, weight, node = between.quantise, between.weight, between.product
+    quantised: dict[ir.Value, ir.Value] = {}
+
+    def write(op: Builder, between: Between, bias: ir.Value | None) -> ir.Value:
+        quantise, stored = between.quantise, _unshared(model.graph, between)
         assert quantise is not None
         key = quantise.outputs[0]
         if key not in quantised:
-            quantised[key] = insert(graph, quantise, partial(_unsigned, quantise=quantise))
+            quantised[key] = insert(model.graph, quantise, partial(_unsigned, quantise=quantise))
+        inputs = [quantised[key], stored, quantise.inputs[1], between.weight.inputs[1], constant(op, HALF, UINT8)]
+        inputs += [None, bias] if bias is not None else []
+        return like(op.op(PRODUCT, inputs, domain=CONTRIB, name=between.product.name), between.product.outputs[0])
+
+    return _with_kernels(model, INT8, write)
+
+
+def _with_kernels(model: ir.Model, dtype: ir.DataType, write: Callable[..., ir.Value]) -> PassResult:
+    """Replace every product with a weight of a type, and the bias that follows it, by what `write` makes of both."""
+    for between in (products := products_between(model, dtype)):
         last, bias = between.with_bias
-        stored = _unshared(graph, between)
-        inputs = [quantised[key], stored, quantise.inputs[1], weight.inputs[1], bias]
-        replace_value(last.outputs[0], insert(graph, last, partial(_product, inputs=inputs, node=node)))
+        replace_value(last.outputs[0], insert(model.graph, last, partial(write, between=between, bias=bias)))
     if products:
-        graph.opset_imports[CONTRIB] = 1
+        model.graph.opset_imports[CONTRIB] = 1
     return PassResult(model, bool(products))
 
 
@@ -86,15 +96,18 @@ def products_of_nibbles(model: ir.Model) -> PassResult:
     """Rewrite every product of `model` with a 4-bit weight, in place, as one that reads it packed, including its
     bias."""
     stored: dict[ir.Value, list[ir.Value]] = {}
-    for between in (products := products_between(model, INT4)):
+
+    def write(op: Builder, between: Between, bias: ir.Value | None) -> ir.Value:
         if between.stored not in stored:
             stored[between.stored] = _nibbles(model.graph, between)
-        last, bias = between.with_bias
-        emit = partial(_by_nibbles, between=between, stored=stored[between.stored], bias=bias)
-        replace_value(last.outputs[0], insert(model.graph, last, emit))
-    if products:
-        model.graph.opset_imports[CONTRIB] = 1
-    return PassResult(model, bool(products))
+        product, shape, block = between.product, between.stored.shape, between.weight.attributes["block_size"].as_int()
+        assert shape is not None
+        channels, outputs = shape.numpy()
+        sizes = {"K": channels, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": IN_8_BITS}
+        inputs = [product.inputs[0], *stored[between.stored], *([None, None, bias] if bias is not None else [])]
+        return like(op.op(NIBBLES, inputs, sizes, domain=CONTRIB, name=product.name), product.outputs[0])
+
+    return _with_kernels(model, INT4, write)
 
 
 def _nibbles(graph: ir.Graph, between: Between) -> list[ir.Value]:
@@ -108,15 +121,6 @@ def _nibbles(graph: ir.Graph, between: Between) -> list[ir.Value]:
         initializer(graph, f"{between.stored.name}/nibbles", halves[..., ::2] | halves[..., 1::2] << 4),
         initializer(graph, f"{scale.name}/nibbles", scales.T),
     ]
-
-
-def _by_nibbles(op: Builder, between: Between, stored: list[ir.Value], bias: ir.Value | None) -> ir.Value:
-    assert between.stored.shape is not None
-    channels, outputs = between.stored.shape.numpy()
-    block = between.weight.attributes["block_size"].as_int()
-    sizes = {"K": channels, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": IN_8_BITS}
-    operands = [between.product.inputs[0], *stored, *([None, None, bias] if bias is not None else [])]
-    return like(op.op(NIBBLES, operands, sizes, domain=CONTRIB, name=between.product.name), between.product.outputs[0])
 
 
 def casts_for_fp8(model: ir.Model) -> PassResult:
@@ -154,11 +158,3 @@ def _dequantised_rows(op: Builder, lookup: Lookup) -> ir.Value:
 def _unsigned(op: Builder, quantise: ir.Node) -> ir.Value:
     x, scale, *_ = quantise.inputs
     return like(op.QuantizeLinear(x, scale, constant(op, HALF, UINT8)), quantise.outputs[0], UINT8)
-
-
-def _product(op: Builder, inputs: list[ir.Value | None], node: ir.Node) -> ir.Value:
-    x, weight, scale, scales, bias = inputs
-    operands = [x, weight, scale, scales, constant(op, HALF, UINT8), None, bias]
-    while operands[-1] is None:
-        operands.pop()
-    return like(op.op(PRODUCT, operands, domain=CONTRIB, name=node.name), node.outputs[0])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
 
-from attnforge.export.graphs.build import Builder, cast, constant, insert, replace_value
+from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value
+from attnforge.export.graphs.nodes import input_of
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 
@@ -24,14 +25,13 @@ def centre_group_norms(model: ir.Model) -> PassResult:
 
 
 def _centred(op: Builder, node: ir.Node) -> ir.Value:
-    x, scale, shift = node.inputs
-    assert x is not None and scale is not None and shift is not None
-    assert x.dtype is not None and x.shape is not None
-    wide = DOUBLE if x.dtype == DOUBLE else FLOAT
+    x, scale, shift = (input_of(node, i) for i in range(3))
+    assert x.dtype is not None
+    wide, dims = DOUBLE if x.dtype == DOUBLE else FLOAT, dims_of(x)
     groups, epsilon = node.attributes.get_int("num_groups", 1), node.attributes.get_float("epsilon", 1e-5)
-    channels, last = x.shape[1], x.shape[-1]
+    channels, last = dims[1], dims[-1]
     rows = [channels // groups if isinstance(channels, int) else 1, -1]
-    if len(x.shape) > 3 and isinstance(last, int):
+    if len(dims) > 3 and isinstance(last, int):
         rows = [-1, last]
 
     def mean(of: ir.Value) -> ir.Value:  # in two steps, as long sums that are added one by one err by far more
@@ -43,5 +43,5 @@ def _centred(op: Builder, node: ir.Node) -> ir.Value:
     variance = mean(op.Mul(centred, centred))
     normal = op.Div(centred, op.Sqrt(op.Add(variance, constant(op, epsilon, wide))))
     normal = op.Cast(op.Reshape(normal, op.Shape(x)), to=x.dtype.value)
-    by_channel = constant(op, [-1, *[1] * (len(x.shape) - 2)])
+    by_channel = constant(op, [-1, *[1] * (len(dims) - 2)])
     return op.Add(op.Mul(normal, op.Reshape(scale, by_channel)), op.Reshape(shift, by_channel))

@@ -44,6 +44,7 @@ from attnforge.export.attention.layout import Layout, effort
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, initializer, like, typed
+from attnforge.export.graphs.nodes import numpy_type
 from attnforge.export.graphs.sizes import ONE, Size, sizes_of
 from attnforge.export.graphs.types import in_fp32, widen
 from attnforge.export.lowering.attention import (
@@ -372,7 +373,6 @@ def _is_shown(op: Builder, mask: ir.Value) -> ir.Value:
     """A mask that only hides, as a boolean."""
     if mask.dtype == BOOL:
         return mask
-    assert mask.dtype is not None
     return like(op.Greater(mask, constant(op, NEGLIGIBLE, mask.dtype)), mask, BOOL)
 
 
@@ -432,10 +432,9 @@ def _without_least(op: Builder, mask: ir.Value) -> ir.Value:
     """Replace the least number of a mask's type by the next one. ONNX Runtime's Attention takes the least number for
     minus infinity, and gives zeros for a row that has it for every key; by the standard, as in torch, such a query
     attends equally to all keys."""
-    assert mask.dtype is not None
     if mask.dtype == BOOL:
         return mask
-    least = np.asarray(ml_dtypes.finfo(mask.dtype.numpy()).min)  # type: ignore[no-untyped-call]
+    least = np.asarray(ml_dtypes.finfo(numpy_type(mask)).min)  # type: ignore[no-untyped-call]
     if mask.const_value is not None and not (mask.const_value.numpy() == least).any():
         return mask
     following = np.nextafter(least, np.zeros_like(least))

@@ -305,7 +305,6 @@ def _apart(op: Builder, x: ir.Value) -> ir.Value:
     The builder would fold a transpose into the next product, or a product into a cast, and then no longer recognise
     attention. On the query a scale has the same effect.
     """
-    assert x.dtype is not None
     return like(op.Add(x, constant(op, -0.0, x.dtype)), x)
 
 
