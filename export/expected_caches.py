@@ -11,11 +11,11 @@ import onnx_ir as ir
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Layout, rearrange
+from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
 from attnforge.export.decoding.insert import in_cache, sites_over_tokens
 from attnforge.export.diagnosis.stages import decomposed
-from attnforge.export.graphs.build import Builder, insert, typed
+from attnforge.export.graphs.build import Builder, insert
 from attnforge.export.graphs.execute import at_own_precision, in_float64
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.lowering.attention import Attention, attentions
@@ -102,5 +102,4 @@ def with_caches(model: ir.Model, sites: Sequence[Site], names: Sequence[str]) ->
 
 def _arranged(op: Builder, a: Attention, kept: tuple[Operand, Layout]) -> ir.Value:
     operand, layout = kept
-    value = rearrange(op, operand.value, operand.layout, layout, a.sized)
-    return typed(op.Identity(value), a.dtype, [size.dim() for size in layout.sizes()])
+    return a.laid_out(op.Identity(a.arranged(op, operand, layout)), layout)

@@ -26,7 +26,7 @@ from attnforge.errors import UsageError
 from attnforge.export.attention.canonical import PLACES
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.emit import shared_heads
-from attnforge.export.attention.layout import Axis, Layout, before_views, rearrange
+from attnforge.export.attention.layout import Axis, Layout, before_views
 from attnforge.export.attention.masking import before_sinks, take_sinks, with_zeros
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.roles import index_range
@@ -335,7 +335,7 @@ def _write(
 ) -> ir.Value:
     """Write the new tokens to a cache."""
     operand, layout = kept
-    new = rearrange(op, operand.value, operand.layout, layout, a.sized) if rounded is None else rounded.stored
+    new = a.arranged(op, operand, layout) if rounded is None else rounded.stored
     return like(op.op("TensorScatter", [before, new, past], {"axis": 2}), before)
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SINKS, SLOPES, VALUE, WINDOW, SiteAxes
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Axis, Dims, Layout, Sized, after_views, before_views, rearrange
+from attnforge.export.attention.layout import Axis, Dims, Layout, after_views, before_views, rearrange
 from attnforge.export.attention.masking import before_sinks
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.attention import SILENT_ROWS
@@ -192,11 +192,6 @@ class Attention:
         return self.query, self.key, self.value
 
     @property
-    def sized(self) -> list[Sized]:
-        """Values from which to read the sizes of axes that an operand lacks, such as heads that share one key."""
-        return [(operand.value, operand.layout) for operand in self.operands]
-
-    @property
     def has_static_heads(self) -> bool:
         """Whether the number of heads and their sizes are known."""
         return all(self.size(name).is_static for name in ("H", "H_kv", "d_k", "d_v"))
@@ -215,7 +210,8 @@ class Attention:
 
     def arranged(self, op: Builder, operand: Operand, layout: Layout) -> ir.Value:
         """`operand` in the dims of `layout`."""
-        return rearrange(op, operand.value, operand.layout, layout, self.sized)
+        sized = [(each.value, each.layout) for each in self.operands]  # have axes that it may lack, such as all heads
+        return rearrange(op, operand.value, operand.layout, layout, sized)
 
     def inputs(self, op: Builder, layouts: Sequence[Layout]) -> list[ir.Value]:
         """Query, key and value in the dims of three layouts."""

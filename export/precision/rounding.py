@@ -26,8 +26,9 @@ from safetensors.numpy import load_file
 from attnforge.arrays import Array, is_floating
 from attnforge.bundle import REFERENCE_EXAMPLE, REFERENCE_OUTPUTS, Case, TensorSpec
 from attnforge.export.attention.canonicalize import Site
-from attnforge.export.attention.layout import Layout, rearrange
+from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.masking import Zeros, with_zeros
+from attnforge.export.attention.operands import Operand
 from attnforge.export.decoding.insert import in_cache, sites_over_tokens
 from attnforge.export.diagnosis.stages import decomposed
 from attnforge.export.expected_caches import with_caches
@@ -193,10 +194,9 @@ def sites_with_caches(
 def cached_operand(op: Builder, a: Attention, i: int, scale: Scale) -> ir.Value:
     """Write Q/DQ of keys or values in int8, in the dims of a cache."""
     operand, layout = in_cache(a)[i - 1]
-    kept = rearrange(op, operand.value, operand.layout, layout, a.sized)
-    rounded = InInt8.of(op, kept, np.asarray(scale)).restored(op)
+    stored = InInt8.of(op, a.arranged(op, operand, layout), np.asarray(scale)).restored(op)
     canonical = Layout([*a.layout("B", "H_kv").dims, *layout.dims[2:]])
-    rounded, zeros = rearrange(op, rounded, layout, canonical, a.sized), Zeros.of(input_of(a.node, i))
+    rounded, zeros = a.arranged(op, Operand(stored, layout), canonical), Zeros.of(input_of(a.node, i))
     return rounded if zeros is None else with_zeros(op, rounded, zeros.count, first=zeros.first)
 
 
