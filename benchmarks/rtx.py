@@ -26,4 +26,4 @@ def compiled(
     graph: ir.Model, sites: list[Site], inputs: list[TensorSpec], precision: str, sizes: Mapping[str, int] | None = None
 ) -> tuple[list[Lowered], Plan]:
     """Lower a canonical graph, which is changed, and build its plan; return the form of every site, and the plan."""
-    return lower(graph, sites, sizes=sizes).sites, plan_of(graph, inputs, precision)
+    return lower(graph, sites, sizes=sizes), plan_of(graph, inputs, precision)

@@ -177,7 +177,7 @@ def emulated(bundle: Bundle) -> Iterator[Comparison]:
     stored."""
     manifest, precision = bundle.manifest, precision_named(bundle.manifest.precision)
     model = load_graph(bundle, CANONICAL)
-    lowered = for_tensorrt.lower(model, sites_of(manifest.attention)).sites
+    lowered = for_tensorrt.lower(model, sites_of(manifest.attention))
     plan = None
     with suppress(UnavailableError):
         plan = plan_of(model, manifest.inputs, manifest.precision)

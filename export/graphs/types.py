@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import PassResult
 
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, read_instead, replace_value, typed
 from attnforge.export.graphs.nodes import REPEATS, constant_of, input_of, is_op, is_used, upstream
@@ -26,7 +25,7 @@ LARGE = 2**16
 """Bytes from which a tensor is converted lazily."""
 
 
-def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
+def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> None:
     """Make `model` compute in fp32 what it computes in fp16 or bf16, in place. Inputs and outputs keep their types.
 
     The weights keep their values, rounded to 16 bits; only what is computed from them is rounded less.
@@ -39,24 +38,21 @@ def widen(model: ir.Model, wide: Collection[ir.Value] = ()) -> PassResult:
     outputs = [(v, dtype) for v in graph.outputs if (dtype := v.dtype) in LOW and v not in wide]
     inputs = [(v, dtype) for v in graph.inputs if (dtype := v.dtype) in LOW and v not in wide]
     if not (inputs or outputs or any(v.dtype in LOW for v in graph.initializers.values())):
-        return PassResult(model, False)
+        return
     retype(model, LOW, FLOAT)
     for value, dtype in inputs:
         cast_input(graph, value, outside=dtype, inside=FLOAT)
     for value, dtype in outputs:
         if value.dtype == FLOAT:  # and not an input that is passed through
             cast_output(graph, value, dtype)
-    return PassResult(model, True)
 
 
-def in_fp32(model: ir.Model, operators: Collection[str]) -> PassResult:
+def in_fp32(model: ir.Model, operators: Collection[str]) -> None:
     """Compute nodes of these operators, where their first input is bf16, in fp32 between casts, in place."""
-    graph = model.graph
-    found = [node for node in graph if is_op(node, *operators) and input_of(node).dtype == ir.DataType.BFLOAT16]
+    found = [node for node in model.graph if is_op(node, *operators) and input_of(node).dtype == ir.DataType.BFLOAT16]
     for node in found:
-        for old, new in insert(graph, node, partial(_in_fp32, node=node)):
+        for old, new in insert(model.graph, node, partial(_in_fp32, node=node)):
             replace_value(old, new)
-    return PassResult(model, bool(found))
 
 
 def _in_fp32(op: Builder, node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:

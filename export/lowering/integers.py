@@ -23,7 +23,6 @@ from functools import partial
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import PassResult
 
 from attnforge.export.graphs.build import (
     Builder,
@@ -54,7 +53,7 @@ IN_8_BITS = 4
 """The `accuracy_level` of `MatMulNBits` that quantises inputs."""
 
 
-def integer_products(model: ir.Model) -> PassResult:
+def integer_products(model: ir.Model) -> None:
     """Rewrite every product between Q/DQ of `model`, in place, as an integer product, including a bias that follows."""
     quantised: dict[ir.Value, ir.Value] = {}
 
@@ -68,17 +67,16 @@ def integer_products(model: ir.Model) -> PassResult:
         inputs += [None, bias] if bias is not None else []
         return like(op.op(PRODUCT, inputs, domain=CONTRIB, name=between.product.name), between.product.outputs[0])
 
-    return _with_kernels(model, INT8, write)
+    _with_kernels(model, INT8, write)
 
 
-def _with_kernels(model: ir.Model, dtype: ir.DataType, write: Callable[..., ir.Value]) -> PassResult:
+def _with_kernels(model: ir.Model, dtype: ir.DataType, write: Callable[..., ir.Value]) -> None:
     """Replace every product with a weight of a type, and the bias that follows it, by what `write` makes of both."""
     for between in (products := products_between(model, dtype)):
         last, bias = between.with_bias
         replace_value(last.outputs[0], insert(model.graph, last, partial(write, between=between, bias=bias)))
     if products:
         model.graph.opset_imports[CONTRIB] = 1
-    return PassResult(model, bool(products))
 
 
 def _unshared(graph: ir.Graph, between: Between) -> ir.Value:
@@ -92,7 +90,7 @@ def _unshared(graph: ir.Graph, between: Between) -> ir.Value:
     return copy
 
 
-def products_of_nibbles(model: ir.Model) -> PassResult:
+def products_of_nibbles(model: ir.Model) -> None:
     """Rewrite every product of `model` with a 4-bit weight, in place, as one that reads it packed, including its
     bias."""
     stored: dict[ir.Value, list[ir.Value]] = {}
@@ -107,7 +105,7 @@ def products_of_nibbles(model: ir.Model) -> PassResult:
         inputs = [product.inputs[0], *stored[between.stored], *([None, None, bias] if bias is not None else [])]
         return like(op.op(NIBBLES, inputs, sizes, domain=CONTRIB, name=product.name), product.outputs[0])
 
-    return _with_kernels(model, INT4, write)
+    _with_kernels(model, INT4, write)
 
 
 def _nibbles(graph: ir.Graph, between: Between) -> list[ir.Value]:
@@ -123,12 +121,10 @@ def _nibbles(graph: ir.Graph, between: Between) -> list[ir.Value]:
     ]
 
 
-def casts_for_fp8(model: ir.Model) -> PassResult:
+def casts_for_fp8(model: ir.Model) -> None:
     """Rewrite every fp8 Q/DQ in `model`, in place, as a cast and a product."""
-    nodes = [node for node in model.graph if is_of_fp8(node)]
-    for node in nodes:
+    for node in list(filter(is_of_fp8, model.graph)):
         replace_value(node.outputs[0], insert(model.graph, node, partial(_by_cast, node=node)))
-    return PassResult(model, bool(nodes))
 
 
 def _by_cast(op: Builder, node: ir.Node) -> ir.Value:
@@ -138,13 +134,11 @@ def _by_cast(op: Builder, node: ir.Node) -> ir.Value:
     return like(op.Mul(cast(op, x, FLOAT), scale), node.outputs[0])
 
 
-def rows_first(model: ir.Model) -> PassResult:
+def rows_first(model: ir.Model) -> None:
     """Look up rows of 8-bit tables before they are dequantised, in `model`, in place."""
-    lookups = lookups_in_8_bits(model)
-    for lookup in lookups:
+    for lookup in lookups_in_8_bits(model):
         result = insert(model.graph, lookup.node, partial(_dequantised_rows, lookup=lookup))
         replace_value(lookup.node.outputs[0], result)
-    return PassResult(model, bool(lookups))
 
 
 def _dequantised_rows(op: Builder, lookup: Lookup) -> ir.Value:

@@ -7,21 +7,18 @@ varies, such as silence with an offset, rounding can make that negative, and its
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import PassResult
 
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, insert, replace_value
-from attnforge.export.graphs.nodes import input_of
+from attnforge.export.graphs.nodes import input_of, is_op
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 
 
-def centre_group_norms(model: ir.Model) -> PassResult:
+def centre_group_norms(model: ir.Model) -> None:
     """Rewrite every GroupNormalization of `model`, in place, with the variance E[(x - E[x])²], never negative."""
-    nodes = [node for node in model.graph if node.domain == "" and node.op_type == "GroupNormalization"]
-    for node in nodes:
+    for node in [node for node in model.graph if is_op(node, "GroupNormalization")]:
         replace_value(node.outputs[0], insert(model.graph, node, lambda op, node=node: _centred(op, node)))  # type: ignore[misc]
         model.graph.remove(node, safe=True)
-    return PassResult(model, bool(nodes))
 
 
 def _centred(op: Builder, node: ir.Node) -> ir.Value:

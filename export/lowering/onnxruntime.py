@@ -39,7 +39,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, SCORES, VALUE
-from attnforge.export.attention.canonicalize import Site, SitesResult
+from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout, effort
 from attnforge.export.attention.masking import NEGLIGIBLE, any_key
 from attnforge.export.attention.operands import Operand
@@ -105,7 +105,7 @@ def lower(
     device: str = "cpu",
     tuner: Tuner | None = None,
     largest: Mapping[str, int] | None = None,
-) -> SitesResult[Lowered]:
+) -> list[Lowered]:
     """Rewrite every canonical site of `model`, in place, for ONNX Runtime.
 
     Args:
@@ -119,15 +119,19 @@ def lower(
     Returns:
         the form of every canonical site, and why it was chosen.
     """
-    results = [centre_group_norms(model), rows_first(model), products_of_nibbles(model)]
+    centre_group_norms(model)
+    rows_first(model)
+    products_of_nibbles(model)
     if device == "cpu":
-        results += [widen(model, caches(model)), integer_products(model)]
+        widen(model, caches(model))
+        integer_products(model)
     else:
-        results.append(in_fp32(model, WITHOUT_BF16))
+        in_fp32(model, WITHOUT_BF16)
     offered = partial(candidates_for, sizes=sizes, largest=largest or sizes, device=device)
     lowered = lower_sites(model, sites, offered, tuner)
-    results += [casts_for_fp8(model), RemoveUnusedNodesPass()(model)]  # the sites are recognised by their Q/DQ
-    return SitesResult(model, bool(lowered) or any(result.modified for result in results), lowered)
+    casts_for_fp8(model)  # after the sites, which are recognised by their Q/DQ
+    RemoveUnusedNodesPass()(model)
+    return lowered
 
 
 # --- which form -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.attention.canonical import KEY, OUTPUT, QUERY, VALUE, attention_node
-from attnforge.export.attention.canonicalize import Site, SitesResult
+from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.masking import any_key
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.attention import Reading
@@ -71,7 +71,7 @@ def lower(
     sizes: Sizes,
     tuner: Tuner | None = None,
     in_int8: Mapping[str, Scales] | None = None,
-) -> SitesResult[Lowered]:
+) -> list[Lowered]:
     """Rewrite the canonical sites of `model` that are faster in blocks or with scores in int8, in place, for OpenVINO.
 
     Args:
@@ -89,7 +89,7 @@ def lower(
         model, sites, lambda site, a: candidates_for(site, a, scales.get(site), sizes), tuner, CANONICAL_FORM
     )
     RemoveUnusedNodesPass()(model)
-    return SitesResult(model, any(site.form != CANONICAL_FORM for site in lowered), lowered)
+    return lowered
 
 
 def may_round_scores(a: Attention) -> bool:

@@ -33,7 +33,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.export.attention.canonical import MASK_STEP, OUTPUT
-from attnforge.export.attention.canonicalize import Site, SitesResult
+from attnforge.export.attention.canonicalize import Site
 from attnforge.export.attention.layout import Layout
 from attnforge.export.attention.operands import Operand
 from attnforge.export.graphs.build import (
@@ -96,7 +96,7 @@ def lower(
     attention_dtype: ir.DataType | None = None,
     sizes: Mapping[str, int] | None = None,
     not_in_fp8: Mapping[str, str] | None = None,
-) -> SitesResult[Lowered]:
+) -> list[Lowered]:
     """Rewrite every canonical site of `model`, in place, for TensorRT.
 
     Args:
@@ -124,7 +124,8 @@ def lower(
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
         lowered.append(Lowered(recipe.form, recipe.why, site=site.name, node=node, unfused=recipe.unfused))
     in_fp32(model, WITHOUT_BF16)
-    return SitesResult(model, RemoveUnusedNodesPass()(model).modified or bool(lowered), lowered)
+    RemoveUnusedNodesPass()(model)
+    return lowered
 
 
 def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:

@@ -95,7 +95,7 @@ class MixedGraph:
     def lowered(self, high: Collection[str]) -> tuple[ir.Model, list[str]]:
         """The same, lowered for TensorRT, and the names of the sites that it fuses."""
         model = self.assigned(high)
-        return model, [form.site for form in lower(model, self.sites).sites if form.unfused is None]
+        return model, [form.site for form in lower(model, self.sites) if form.unfused is None]
 
     def run(self, high: Collection[str]) -> Runner:
         """Its runner, which stores numbers as a plan of TensorRT does."""

@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
@@ -295,7 +294,7 @@ def error_of(table: Table) -> float:
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
-def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
+def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> None:
     """Put Q/DQ around products of an fp32 graph, or DQ after their weights, and DQ after tables, in place. Products of
     one input in one form share its Q/DQ, and those of one weight share its stored numbers.
 
@@ -305,8 +304,7 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
     """
     inputs: dict[tuple[ir.Value, int], tuple[ir.Value, ir.Value | None]] = {}
     stored: dict[tuple[Any, ...], list[ir.Value]] = {}
-    chosen = [product for product in products(model) if product.name in forms]
-    for product in chosen:
+    for product in [product for product in products(model) if product.name in forms]:
         form = forms[product.name]
         key = (product.input, id(form))
         if key not in inputs:
@@ -319,11 +317,10 @@ def quantise(model: ir.Model, forms: Mapping[str, Quantisation]) -> PassResult:
             ]
         write = partial(_quantised, product=product, form=form, read=inputs[key], stored=stored[weight])
         replace_value(product.node.outputs[0], insert(model.graph, product.node, write, stem=f"{product.name}/product"))
-    low = [table for table in tables(model) if table.name in forms]
-    for table in low:
-        _store_in_8_bits(model.graph, table)
+    for table in tables(model):
+        if table.name in forms:
+            _store_in_8_bits(model.graph, table)
     RemoveUnusedNodesPass()(model)
-    return PassResult(model, bool(chosen or low))
 
 
 def _quantised_input(op: Builder, product: Product, form: Quantisation) -> tuple[ir.Value, ir.Value | None]:

@@ -39,7 +39,7 @@ def begin(job: Job, progress: Progress) -> Finish:
     steps = Steps(progress, sum(site.node is not None for site in job.sites))
     tuner = Tuner(sizes, job.measuring, steps, job.reuse.forms(sizes)) if job.measuring else None
     model = job.model.clone()
-    lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest).sites
+    lowered = lower(model, job.sites, sizes, tuner=tuner, largest=largest)
     record = TargetRecord(model=job.shelf.save(model, "onnxruntime/model.onnx"))
     record.tuning = job.reuse.tuning(tuner)
     if job.precision.is_low or caches(job.model):

@@ -37,7 +37,7 @@ def own_graph(job: Job, built: Mapping[str, Built], progress: Progress) -> Built
     if seconds > 0:
         tuner = Tuner(sizes, seconds, Steps(progress), job.reuse.forms(sizes, measured), LIBRARY)
     model = job.model.clone()
-    lowered = lower(model, job.sites, sizes, tuner, scales).sites
+    lowered = lower(model, job.sites, sizes, tuner, scales)
     tuning = job.reuse.tuning(tuner, measured)
     if all(site.form == CANONICAL_FORM for site in lowered):
         return None

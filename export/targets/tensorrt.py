@@ -83,7 +83,7 @@ def _begin_plan(job: Job, flavour: str, attention: Precision | None, stem: str, 
     """
     graph = job.model.clone()
     dtype = ir.DataType.from_numpy(attention.dtype) if attention is not None else None
-    lowered = lower(graph, job.sites, dtype, sizes_at(job.inputs, "opt"), job.not_in_fp8).sites
+    lowered = lower(graph, job.sites, dtype, sizes_at(job.inputs, "opt"), job.not_in_fp8)
     name = job.shelf.save(graph, model or f"{stem}.onnx")
     file = job.folder / f"{stem}.plan"
     file.parent.mkdir(exist_ok=True)

@@ -302,7 +302,7 @@ def test_a_random_near_miss_is_refused(seed: int) -> None:
 
 def test_the_forms_that_read_a_cache_agree_on_a_bias() -> None:
     _, step, sites, _ = step_of(absolute)
-    (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3)).sites
+    (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3))
     assert len(site.measured) == 3 and not site.dropped
 
 

@@ -353,7 +353,7 @@ def test_the_form_that_reads_the_cache_is_measured(decoders: DeployDecoder) -> N
     bundle = decoders("rotary", "fp32")
     canonical = load_graph(bundle, CANONICAL)
     tuner = Tuner({"batch": 2, "tokens": 9}, 2.0)
-    first, second = lower(canonical, sites_of(bundle.manifest.attention), tuner.sizes, tuner=tuner).sites
+    first, second = lower(canonical, sites_of(bundle.manifest.attention), tuner.sizes, tuner=tuner)
     assert set(first.measured) == {
         "MatMul·Softmax·MatMul, filled part",
         "Attention, filled part of the cache",

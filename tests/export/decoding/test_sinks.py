@@ -190,7 +190,7 @@ def test_a_step_with_sinks_is_the_model(kind: type[Sunk]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_forms_that_read_a_cache_agree_on_sinks(kind: type[Sunk]) -> None:
     _, step, sites, _ = step_of(kind)
-    (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3)).sites
+    (site,) = lower(step, sites, {"batch": 1, "tokens": 9}, tuner=Tuner({"batch": 1, "tokens": 9}, 0.3))
     assert len(site.measured) == 3 and not site.dropped
 
 

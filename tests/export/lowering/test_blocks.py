@@ -207,7 +207,7 @@ def test_rules_take_blocks_where_most_keys_are_hidden() -> None:
     def lowered(tokens: int) -> list[str]:
         model = exported().model.clone()
         sites = canonicalize(model).sites
-        return [site.form for site in for_onnxruntime.lower(model, sites, {"batch": 1, "tokens": tokens}).sites]
+        return [site.form for site in for_onnxruntime.lower(model, sites, {"batch": 1, "tokens": tokens})]
 
     few, many = lowered(256), lowered(1024)
     assert not any("blocks" in form for form in few)
@@ -224,7 +224,7 @@ def test_a_measured_site_has_the_band() -> None:
     model, sizes = exported().model.clone(), {"batch": 1, "tokens": 160}
     sites = canonicalize(model).sites
     tuner = Tuner(sizes, seconds=1.0)
-    first, *_ = for_onnxruntime.lower(model, sites, sizes, tuner=tuner).sites
+    first, *_ = for_onnxruntime.lower(model, sites, sizes, tuner=tuner)
     assert {f"Attention, blocks of {width} × {width + 69}" for width in BLOCKS} <= set(first.measured)
     assert not any("differs" in why for why in first.dropped.values())
 
@@ -235,7 +235,7 @@ def test_a_measured_site_has_the_band() -> None:
 def for_rtx(captured: Captured, tokens: int) -> tuple[ir.Model, list[str]]:
     """The model in TensorRT's form for a usual number of tokens, and the form of every site."""
     model, sizes = captured.model.clone(), {"batch": 1, "tokens": tokens}
-    sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes).sites
+    sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes)
     return model, [site.form for site in sites]
 
 
@@ -322,7 +322,7 @@ def test_tensorrt_rtx_fuses_every_block_and_no_more_is_computed_than_is_needed(
     args = (*(torch.zeros(1, 8, 4096, 64) for _ in range(3)), torch.ones(1, 4096, dtype=torch.bool))
     captured = capture(Attends(), args, shapes, precision_named("fp16"))
     model, sizes = captured.model, {"tokens": 4096}
-    sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes).sites
+    sites = for_tensorrt.lower(model, canonicalize(model).sites, sizes=sizes)
     ir.save(model, tmp_path / "model.onnx")
     plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")
     assert [plan.kernel_of(site.node) is not None for site in sites] == [True] * 4
@@ -368,7 +368,7 @@ def test_tensorrt_rtx_fuses_chunks_and_what_first_tokens_see(tmp_path: Path, is_
         Band(0, 0, chunk=256, inside=(0, None)),
         Band(0, 127, is_all=False, first_keys=16, first_queries=16),
     ]
-    lowered = for_tensorrt.lower(model, sites, sizes={"tokens": 4096}).sites
+    lowered = for_tensorrt.lower(model, sites, sizes={"tokens": 4096})
     assert [site.form.rpartition(" ")[2] for site in lowered] == ["256", "each", "32"]
     ir.save(model, tmp_path / "model.onnx")
     plan = build(tmp_path / "model.onnx", "tensorrt_rtx", captured.inputs, "fp16")

@@ -32,7 +32,7 @@ from tests.support.attends import CPU, OPT, SIZES, Attends, agree, run
 
 def for_trt(attends: Attends) -> tuple[ir.Model, Lowered]:
     model, sites = attends.model()
-    (lowered,) = for_tensorrt.lower(model, sites).sites
+    (lowered,) = for_tensorrt.lower(model, sites)
     return model, lowered
 
 
@@ -169,7 +169,7 @@ def test_masks_have_the_same_meaning_with_attention_alone_in_fp16(silent_rows: s
     expected = attends.expected(feeds)
     expected[:, :, [0, 2]] = feeds["value"].mean(2, keepdims=True)
     model, sites = attends.model()
-    (lowered,) = for_tensorrt.lower(model, sites, ir.DataType.FLOAT16).sites
+    (lowered,) = for_tensorrt.lower(model, sites, ir.DataType.FLOAT16)
     assert lowered.unfused is None
     agree(run(model, feeds), expected, 1e-3)
 
@@ -201,7 +201,7 @@ def test_a_bias_computed_from_constants_is_a_weight_for_tensorrt(tmp_path: Path)
     sites = canonicalize(captured.model).sites
     (node,) = (node for node in captured.model.graph if node.op_type == "Attention")
     assert node.inputs[3] is not None and node.inputs[3].producer() is not None, "torch's exporter folds it now"
-    (lowered,) = for_tensorrt.lower(captured.model, sites).sites
+    (lowered,) = for_tensorrt.lower(captured.model, sites)
     file = tmp_path / "model.onnx"
     ir.save(captured.model, file)
     assert build(file, "tensorrt_rtx", captured.inputs, "fp16").kernel_of(lowered.node) is not None
@@ -239,7 +239,7 @@ def test_heads_one_after_another_compute_the_same(form: str, monkeypatch: pytest
     monkeypatch.setattr(for_onnxruntime, "MANY_SCORES", 0)
     for sizes in SIZES:
         model, sites = CPU[form].model()
-        (lowered,) = for_onnxruntime.lower(model, sites, OPT).sites
+        (lowered,) = for_onnxruntime.lower(model, sites, OPT)
         feeds = CPU[form].feeds(sizes)
         agree(run(model, feeds), CPU[form].expected(feeds), 1e-6)
         nodes = [node.name for node in model.graph if node.op_type == "MultiHeadAttention"]
@@ -258,7 +258,7 @@ def test_a_projection_is_made_head_by_head_where_all_at_once_is_large(monkeypatc
         monkeypatch.setattr(for_onnxruntime, "MANY_BYTES", least)
         monkeypatch.setattr(for_onnxruntime, "MANY_SCORES", 0)
         model = captured.model.clone()
-        (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 2, "tokens": 48}).sites
+        (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 2, "tokens": 48})
         assert (lowered.form == for_onnxruntime.HEAD_AFTER_HEAD) == apart, lowered
         products = [node for node in model.graph if node.op_type == "MatMul"]
         assert len(products) == (3 * module.num_heads if apart else 3)
@@ -313,7 +313,7 @@ def test_on_cuda_the_types_stay_those_of_the_graph() -> None:
 )
 def test_onnxruntimes_choice_says_why(form: str, fused: bool) -> None:
     model, sites = CPU[form].model()
-    (lowered,) = for_onnxruntime.lower(model, sites, OPT).sites
+    (lowered,) = for_onnxruntime.lower(model, sites, OPT)
     assert (lowered.unfused is None) == fused
     assert lowered.why and lowered.site == "site"
     assert lowered.node in {node.name for node in model.graph}
@@ -372,7 +372,7 @@ ITSELF = Attends(n_k="n", mask=("batch", 1, "n", "n"), precision="fp16")
 def test_a_mask_in_fp16_is_one_kernel_on_cuda(attends: Attends, tokens: int, fused: bool) -> None:
     """Its arithmetic is checked in fp32, on the CPU."""
     model, sites = attends.model()
-    (lowered,) = for_onnxruntime.lower(model, sites, {**OPT, "n": tokens}, device="cuda").sites
+    (lowered,) = for_onnxruntime.lower(model, sites, {**OPT, "n": tokens}, device="cuda")
     assert (lowered.form == for_onnxruntime.MULTI_HEAD) == fused, lowered
     if attends.precision == "fp16":
         widen(model)

@@ -144,7 +144,7 @@ def test_rules_choose_it_with_many_scores_and_it_is_measured(monkeypatch: pytest
         model = exported().model.clone()
         sites = canonicalize(model).sites
         sizes = {"batch": 1, "queries": queries, "keys": 512}
-        return [site.form for site in for_onnxruntime.lower(model, sites, sizes, tuner=tuner).sites]
+        return [site.form for site in for_onnxruntime.lower(model, sites, sizes, tuner=tuner)]
 
     assert MASK_AS_FEATURE not in forms(256)
     assert [form == MASK_AS_FEATURE for form in forms(1024)] == [name in BY_KEY for name in (*BY_KEY, *OTHERS)]
@@ -196,7 +196,7 @@ def exported_causal() -> Captured:
 
 def test_padding_with_causality_is_recognised_and_nothing_else() -> None:
     model, sizes = exported_causal().model.clone(), {"batch": 1, "tokens": 1024}
-    lowered = for_onnxruntime.lower(model, canonicalize(model).sites, sizes).sites
+    lowered = for_onnxruntime.lower(model, canonicalize(model).sites, sizes)
     assert [site.form == CAUSAL_AS_FEATURE for site in lowered] == [True] * len(CAUSAL) + [False] * len(NOT_CAUSAL)
 
 

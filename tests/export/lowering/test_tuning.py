@@ -171,7 +171,7 @@ def test_a_number_that_replaces_scores_is_left_to_the_products() -> None:
 @pytest.mark.parametrize("form", [form for form in SITES if len(forms(SITES[form])) > 1])
 def test_every_candidate_that_agrees_is_measured(form: str) -> None:
     model, sites = SITES[form].model()
-    (lowered,) = for_onnxruntime.lower(model, sites, OPT, tuner=tuning.Tuner(OPT, QUICK)).sites
+    (lowered,) = for_onnxruntime.lower(model, sites, OPT, tuner=tuning.Tuner(OPT, QUICK))
     assert set(lowered.measured) == set(forms(SITES[form])) and not lowered.dropped
     assert lowered.form in lowered.measured and all(ms > 0 for ms in lowered.measured.values())
     assert lowered.why.startswith("measured: ")
@@ -205,7 +205,7 @@ def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
         (Attends(n_q="u0"), OPT, "u0 is not known"),
     ):
         model, sites = attends.model()
-        (lowered,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes)).sites
+        (lowered,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes))
         assert "not measured" in lowered.why and why in lowered.why
         assert not lowered.measured
 
@@ -217,7 +217,7 @@ def test_sizes_that_are_too_large_or_unknown_are_left_to_the_rules() -> None:
 )  # fmt: skip
 def test_many_causal_tokens_take_the_form_that_materialises_no_scores(tokens: int, device: str, form: str) -> None:
     model, sites = Attends(n_k="n", is_causal=True).model()
-    (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 1, "n": tokens}, device).sites
+    (lowered,) = for_onnxruntime.lower(model, sites, {"batch": 1, "n": tokens}, device)
     assert lowered.form == form
 
 
@@ -288,7 +288,7 @@ def test_what_is_measured_is_what_is_deployed() -> None:
     ((site, attention),) = attentions(model, sites)
     candidates = candidates_for(site.name, attention)
     assert any("blocks of" in candidate.form for candidate in candidates)
-    (lowered,) = for_onnxruntime.lower(model.clone(), sites, measured.tuner.sizes, tuner=measured.tuner).sites
+    (lowered,) = for_onnxruntime.lower(model.clone(), sites, measured.tuner.sizes, tuner=measured.tuner)
     assert set(lowered.measured) == {candidate.form for candidate in candidates} and not lowered.dropped
     for candidate, count in zip(candidates, measured.operators(), strict=True):
         deployed = model.clone()
@@ -304,7 +304,7 @@ def test_what_sites_share_is_not_measured_at_each() -> None:
     """The mask is an input of the forms that read it, and the rotated queries and keys of all; blocks of the mask are
     computed at each site."""
     (model, sites), measured = rotated(2), Measured()
-    first, second = for_onnxruntime.lower(model, sites, measured.tuner.sizes, tuner=measured.tuner).sites
+    first, second = for_onnxruntime.lower(model, sites, measured.tuner.sizes, tuner=measured.tuner)
     assert first.measured == second.measured and len(measured.models) == len(first.measured)
     for form, part in zip(first.measured, measured.models, strict=True):
         kinds = [value.dtype for value in part.graph.inputs]
@@ -330,7 +330,7 @@ def test_the_projections_of_a_form_that_writes_them_are_measured(monkeypatch: py
     captured = capture(Projected().eval(), (torch.randn(2, 40, 32),), shapes, precision_named("fp32"))
     measured = Measured()
     sites = canonicalize(captured.model).sites
-    (lowered,) = for_onnxruntime.lower(captured.model, sites, measured.tuner.sizes, tuner=measured.tuner).sites
+    (lowered,) = for_onnxruntime.lower(captured.model, sites, measured.tuner.sizes, tuner=measured.tuner)
     assert HEAD_AFTER_HEAD in lowered.measured and MULTI_HEAD not in lowered.measured
     products = dict(zip(lowered.measured, (count["MatMul"] for count in measured.operators()), strict=True))
     assert products == {PRODUCTS: 5, HEAD_AFTER_HEAD: 12, ONE_HEAD: 3, "Attention": 3}
@@ -344,7 +344,7 @@ def test_forms_that_hold_no_scores_are_measured_where_others_would_be_too_large(
 
     def lowered(attends: Attends) -> Lowered:
         model, sites = attends.model()
-        (site,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes, QUICK)).sites
+        (site,) = for_onnxruntime.lower(model, sites, sizes, tuner=tuning.Tuner(sizes, QUICK))
         return site
 
     assert set(lowered(Attends()).measured) == {MULTI_HEAD, ONE_HEAD}

@@ -108,7 +108,7 @@ class Exported:
     def for_tensorrt(self) -> tuple[ir.Model, dict[str, Lowered]]:
         """Return the graph in TensorRT's form, and how each site was lowered."""
         model = self.captured.model.clone()
-        return model, {lowered.site: lowered for lowered in for_tensorrt.lower(model, self.sites).sites}
+        return model, {lowered.site: lowered for lowered in for_tensorrt.lower(model, self.sites)}
 
 
 def _is_in(name: str, idiom: str) -> bool:
