@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
 
 import onnx_ir as ir
 from onnx_ir.passes import PassResult
@@ -53,33 +52,20 @@ class Site:
     reason: str | None = None
 
 
-SiteT = TypeVar("SiteT")
-
-
 @dataclass
-class SitesResult(PassResult, Generic[SiteT]):
-    """The result of a pass that works site by site: onnx_ir's own `PassResult`, so that our passes and theirs are used
-    alike. A pass is a function `pass_(model, …)` that changes `model` in place and, where callers ask whether it did,
-    returns `PassResult(model, modified)`; a pass that works site by site returns this.
+class Canonical(PassResult):
+    """The result of :func:`canonicalize`: onnx_ir's own `PassResult`, so that our passes and theirs are used alike. A
+    pass is a function `pass_(model, …)` that changes `model` in place and, where callers ask whether it did, returns
+    `PassResult(model, modified)`.
 
     Attributes:
         model: the graph that was passed in.
         modified: whether the pass changed it.
-        sites: one record per site, in graph order, whether the pass changed the site or not.
-    """
-
-    sites: list[SiteT]
-
-
-@dataclass
-class Canonical(SitesResult[Site]):
-    """The result of :func:`canonicalize`.
-
-    Attributes:
-        sites: all sites; those that could not be rewritten have a reason instead of a node.
+        sites: all sites, in graph order; those that could not be rewritten have a reason instead of a node.
         other_softmaxes: why each of the other softmaxes is no attention, by module.
     """
 
+    sites: list[Site]
     other_softmaxes: dict[str, str]
 
 
