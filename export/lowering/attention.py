@@ -261,8 +261,6 @@ class Attention:
 
 def blocks_of(tokens: Size, width: int) -> Size:
     """The number of blocks of `width` that cover all tokens."""
-    if tokens.is_static:
-        return Size(-(-tokens.factor // width))
     return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))
 
 

@@ -317,8 +317,6 @@ class _CausalCut:
         size, whole = self.size(number + 1), self.size(self._steps)
         if not self._first or number + 1 == self._steps:
             return size
-        if size.is_static and whole.is_static:
-            return Size(min(max(size.factor, self._first), whole.factor))
         return Size.of(ir.SymbolicDim(f"min(max({size.dim()}, {self._first}), {whole.dim()})"))
 
     def filled(self, x: ir.Value, axis: int = 2) -> ir.Value:

@@ -477,8 +477,8 @@ def _after_first(op: Builder, a: Attention, name: str) -> ir.Value:
     *layouts, output = (a.layout("B", *ends) for ends in SIDE_BY_SIDE)
     operands = a.inputs(op, layouts)
     causal = _grouped(op, operands, a.attributes(), name)
-    n_q, begin, axis = a.size("n_q"), constant(op, [count]), constant(op, [1])
-    size = Size(min(count, n_q.factor)) if n_q.is_static else Size.of(ir.SymbolicDim(f"min({n_q.dim()}, {count})"))
+    begin, axis = constant(op, [count]), constant(op, [1])
+    size = Size.of(ir.SymbolicDim(f"min({a.size('n_q').dim()}, {count})"))
     rows = [op.Slice(x, constant(op, [0]), begin, axis) for x in operands]
     first = _attended(op, a.of_block({"n_q": size, "n_k": size}, rows, None), f"{name}/first_queries")
     result = op.Concat(first, op.Slice(causal, begin, constant(op, [sys.maxsize]), axis), axis=1)

@@ -38,6 +38,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
 from attnforge.export.graphs.build import Builder, constant, dims_of, initializer, insert, like, replace_value, typed
+from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.qdq import FLOAT, SCHEMES, Scheme, is_lookup, rounded_to
 from attnforge.runtime.parity.budget import relative_error
 
@@ -138,8 +139,7 @@ class Product:
     @property
     def is_shared(self) -> bool:
         """Whether other nodes read the weight, too."""
-        stored = self.node.inputs[1]
-        return stored is not None and len(stored.uses()) > 1
+        return len(input_of(self.node, 1).uses()) > 1
 
     def stored_as(self, form: Quantisation) -> tuple[Any, ...]:
         """Identify a quantised weight among others."""
@@ -216,8 +216,6 @@ def _product(node: ir.Node) -> Product | None:
         return None
     if x.dtype != FLOAT or x.shape is None or weight.dtype != FLOAT or len(weight.const_value.shape) != 2:
         return None
-    if node.op_type == "MatMul":
-        return Product(node, x, weight.const_value.numpy())
     factors = (node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0))
     if factors != (1.0, 1.0) or node.attributes.get_int("transA") == 1:
         return None
