@@ -12,11 +12,12 @@ from attnforge.export.attention.canonicalize import Site
 from attnforge.export.graphs.saving import save
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.lowering.tensorrt import lower
-from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.build import Plan
+from tests.support.plans import build
 
 
 def plan_of(graph: ir.Model, inputs: list[TensorSpec], precision: str = "fp16") -> Plan:
-    """Build the plan of a graph; raises what :func:`attnforge.export.tensorrt.build.build` raises."""
+    """Build the plan of a graph; raises what :func:`tests.support.plans.build` raises."""
     with temporary_folder() as folder:
         save(graph, folder / "model.onnx")
         return build(folder / "model.onnx", "tensorrt_rtx", inputs, precision)

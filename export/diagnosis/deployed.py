@@ -19,6 +19,7 @@ from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
 from attnforge.export.tensorrt import build as engine
+from attnforge.export.tensorrt.process import Request
 from attnforge.files import sha256
 from attnforge.runtime.backends.registry import OUTSIDE, REGISTRY
 from attnforge.runtime.session import load
@@ -48,9 +49,13 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         if target in FLAVOURS:
             manifest = bundle.manifest
             of_this = ("CURRENT",) if target == "tensorrt_rtx" else ()  # TensorRT builds for no other device
-            plan = engine.build(path / changed.model, target, manifest.inputs, manifest.precision, of_this)
             file = path / "engine.plan"
-            file.write_bytes(plan.data)
+            request = Request(
+                onnx_file=path / changed.model, plan_file=file, flavour=target, inputs=manifest.inputs,
+                precision=manifest.precision, compute_capabilities=of_this,
+                profiles=engine.profiles_of(manifest.inputs),
+            )  # fmt: skip
+            plan = engine.build(request)
             changed.engines = [plan.record(file.name, target, record.engines[0].compute_capabilities, sha256(file))]
         manifest = bundle.manifest.model_copy(deep=True)
         manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from attnforge import cache
-from attnforge.atomic import temporary_folder
 from attnforge.bundle import Cost, Engine, Range, TensorSpec
 from attnforge.children import ChildError, call
 from attnforge.errors import BuildError, UnavailableError, UnknownNameError, UsageError
@@ -177,40 +176,17 @@ def timings_of(folder: Path, flavour: str, device: int = 0) -> Path | None:
     return cache.timing_cache_file(folder, load_tensorrt(flavour).__version__, device_name(device))
 
 
-def build(
-    onnx_file: Path,
-    flavour: str,
-    inputs: list[TensorSpec],
-    precision: str,
-    compute_capabilities: Sequence[str] = (),
-    profiles: Sequence[Mapping[str, Range]] = (),
-    timing_cache: Path | None = None,
-    device: int = 0,
-) -> Plan:
-    """Build a plan from `onnx_file`, in a separate process, and wait for it.
-
-    Args:
-        onnx_file: the lowered graph.
-        flavour: `tensorrt` or `tensorrt_rtx`.
-        inputs: their dynamic dims become the first optimization profile.
-        precision: `tf32` lets fp32 products round their factors to TF32; every other type is the graph's.
-        compute_capabilities: for TensorRT-RTX, such as `("SM89", "SM120")` or `("CURRENT",)`; by default portable.
-        profiles: further profiles, the range of some symbols each: TensorRT chooses its kernels for each one's opt.
-        timing_cache: file in which TensorRT stores its timings, for the next build on the same device.
-        device: number of the CUDA device that TensorRT builds for.
+def build(request: Request) -> Plan:
+    """Build a plan in a separate process, and wait for it.
 
     Raises:
         UnavailableError: the flavour is not installed here.
-        UsageError: an unknown compute capability, or a profile outside the inputs' range.
+        UsageError: an unknown compute capability.
         BuildError: the parser or the builder refused, with its message, or crashed.
     """
-    with temporary_folder() as folder, Builders() as builders:
-        request = Request(
-            onnx_file=onnx_file, plan_file=folder / "engine.plan", flavour=flavour, inputs=inputs, precision=precision,
-            compute_capabilities=compute_capabilities, profiles=profiles_of(inputs, profiles),
-            timing_cache=timing_cache, device=device,
-        )  # fmt: skip
-        return builders.start(request).result().model_copy(update={"data": request.plan_file.read_bytes()})
+    with Builders() as builders:
+        plan = builders.start(request).result()
+    return plan.model_copy(update={"data": request.plan_file.read_bytes()})
 
 
 class Builders(AbstractContextManager["Builders"]):

@@ -12,10 +12,11 @@ import hashlib
 import logging
 import os
 
-from attnforge.atomic import locked, write_whole
+from attnforge.atomic import locked, temporary_folder, write_whole
 from attnforge.bundle import FLAVOURS, MANIFEST, PORTABLE, SIGNATURE, Bundle, Certificate, Engine, Trusted
 from attnforge.errors import BundleError, ReplacedError, SignatureError, UnavailableError
-from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, softmax_of, timings_of
+from attnforge.export.tensorrt.build import Plan, build, load_tensorrt, profiles_of, softmax_of, timings_of
+from attnforge.export.tensorrt.process import Request
 from attnforge.machine import compute_capability, cuda_devices
 from attnforge.runtime.plans import engine_for, is_trusted_plan
 
@@ -93,11 +94,15 @@ def rebuild(bundle: Bundle, flavour: str, capability: str, device: int = 0) -> B
     record = manifest.targets[flavour]
     portable = flavour == "tensorrt_rtx" and not hasattr(trt.ComputeCapability, capability)
     wanted = () if portable or flavour == "tensorrt" else (capability,)
-    timings = timings_of(bundle.path, flavour, device)
     further = record.engines[0].profiles[1:] if record.engines else []
-    with bundle.steady(whole=False):  # plans for other devices may be added meanwhile
-        model = bundle.file(record.model)
-        plan = build(model, flavour, manifest.graph_inputs, manifest.precision, wanted, further, timings, device)
+    with bundle.steady(whole=False), temporary_folder() as folder:  # plans for other devices may be added meanwhile
+        request = Request(
+            onnx_file=bundle.file(record.model), plan_file=folder / "engine.plan", flavour=flavour,
+            inputs=manifest.graph_inputs, precision=manifest.precision, compute_capabilities=wanted,
+            profiles=profiles_of(manifest.graph_inputs, further),
+            timing_cache=timings_of(bundle.path, flavour, device), device=device,
+        )  # fmt: skip
+        plan = build(request)
     name = f"tensorrt/engine.{flavour}-{plan.version}-{PORTABLE if portable else capability.lower()}.plan"
     with locked(bundle.path.resolve()):  # another process may have added a plan for another device meanwhile
         return _added(_as_it_is_now(bundle, record.model), flavour, name, plan, PORTABLE if portable else capability)

@@ -17,8 +17,8 @@ from attnforge.bundle import Manifest, Source
 from attnforge.children import command, environment
 from attnforge.errors import UntrustedError
 from attnforge.export.sources.named import check_trusted, rebuild
-from attnforge.export.tensorrt.build import build
 from tests.support.bundles import Small, rewrite
+from tests.support.plans import build
 
 HOSTILE = (
     Source(kind="callable", name="os:system", options={"command": "touch ran"}),

@@ -27,10 +27,10 @@ from attnforge.export.lowering.blocks import BLOCKS
 from attnforge.export.lowering.onnxruntime import GROUP_QUERY, GROUP_QUERY_FIRST, candidates_for
 from attnforge.export.lowering.tuning import Tuner
 from attnforge.export.sources.torch_module import Captured, capture
-from attnforge.export.tensorrt.build import build
 from attnforge.precision import precision_named
 from benchmarks.experiments.mask_plans import scores_of
 from tests.support.idioms.together import session_of
+from tests.support.plans import build
 
 NAMES = ("query", "key", "value", "padding", "bias")
 SIZE = 8

@@ -21,12 +21,13 @@ from attnforge.arrays import Array
 from attnforge.bundle import Case
 from attnforge.errors import BuildError
 from attnforge.export.lowering.attention import Lowered
-from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.build import Plan
 from attnforge.precision import precision_named
 from attnforge.runtime.parity.budget import judge
 from tests.support.idioms import IDIOMS
 from tests.support.idioms.catalogue import EXAMPLE, Part, inputs, parts
 from tests.support.idioms.together import Exported, Outputs, export, feeds
+from tests.support.plans import build
 
 A_PLAN = 14
 """Idioms per plan: one plan of all of them takes longer than several."""

@@ -23,11 +23,12 @@ from attnforge.export.lowering import onnxruntime as for_onnxruntime
 from attnforge.export.lowering import tensorrt as for_tensorrt
 from attnforge.export.lowering.attention import Lowered
 from attnforge.export.sources.torch_module import capture
-from attnforge.export.tensorrt.build import Plan, build
+from attnforge.export.tensorrt.build import Plan
 from attnforge.model import build_model
 from attnforge.model.attention import MultiHeadSelfAttention
 from attnforge.precision import precision_named
 from tests.support.attends import CPU, OPT, SIZES, Attends, agree, run
+from tests.support.plans import build
 
 
 def for_trt(attends: Attends) -> tuple[ir.Model, Lowered]:

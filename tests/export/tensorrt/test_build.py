@@ -24,9 +24,10 @@ from attnforge.errors import BuildError, UnavailableError, UsageError
 from attnforge.export.diagnosis.stages import sites_of
 from attnforge.export.graphs.saving import load_graph
 from attnforge.export.lowering.tensorrt import lower
-from attnforge.export.tensorrt.build import Builders, Plan, build, load_tensorrt, profiles_of
+from attnforge.export.tensorrt.build import Builders, Plan, load_tensorrt, profiles_of
 from attnforge.export.tensorrt.process import Request
 from tests.support.bundles import small_example
+from tests.support.plans import build
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -10,10 +10,10 @@ import re
 
 import pytest
 
-from attnforge.export.tensorrt.build import build
 from attnforge.model import MODELS
 from tests.support.bundles import Deploy
 from tests.support.pairs import pairs
+from tests.support.plans import build
 
 pytest.importorskip("tensorrt_rtx")
 
