@@ -114,11 +114,7 @@ def lower(
     lowered = []
     for site, attention in attentions(model, sites):
         dtype = attention_dtype or attention.dtype
-        recipe = _recipe(attention, dtype, sizes or {})
-        if attention.scales is not None:
-            recipe = replace(recipe, why=f"in fp8, fused over static tokens{recipe.why.removeprefix(_Recipe.why)}")
-        elif (why := (not_in_fp8 or {}).get(site.name)) is not None:
-            recipe = replace(recipe, why=f"not in fp8: {why}; {recipe.why}")
+        recipe = _recipe(attention, dtype, sizes or {}, (not_in_fp8 or {}).get(site.name))
         node = softmax_of(site.name)
         build = partial(_emit_in, a=attention, recipe=recipe, site=site.name, dtype=dtype)
         replace_value(attention.output.value, insert(model.graph, attention.node, build))
@@ -167,8 +163,8 @@ class _Recipe:
         steps: blocks of causal queries, each with the keys up to its own; with a width, in every chunk.
     """
 
-    why: str = "fuses in 16-bit types, builds in every type"
-    unfused: str | None = None
+    why: str
+    unfused: str | None
     head_size: int | None = None
     pair: Literal["halved", "copied"] | None = None
     width: int | None = None
@@ -184,8 +180,11 @@ class _Recipe:
         return f"MatMul·Softmax·MatMul{how}"
 
 
-def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int]) -> _Recipe:
-    recipe = _Recipe(unfused=_unfused(a, dtype))
+def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int], not_in_fp8: str | None) -> _Recipe:
+    why = "fuses in 16-bit types, builds in every type" if a.scales is None else "in fp8, fused over static tokens"
+    if not_in_fp8 is not None and a.scales is None:
+        why = f"not in fp8: {not_in_fp8}; {why}"
+    recipe = _Recipe(why, _unfused(a, dtype))
     if (width := _width(a, sizes)) is not None:
         why = "the mask leaves a band: each block of queries attends only to the keys in it"
         recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
