@@ -35,6 +35,10 @@ BAND = "attnforge.band"
 chunks, and how many first keys every block has."""
 
 
+IN_BAND = "the mask leaves a band: each block of queries attends only to the keys in it"
+IN_CAUSAL_BLOCKS = "causal: each block of queries attends to the keys up to its own"
+"""Why a site is computed in blocks."""
+
 BLOCKS = (64, 128, 256)
 """Queries per block of the forms on a CPU."""
 
@@ -61,8 +65,7 @@ def forms_in_blocks(
         is_preferred = width == next((width for width in widths if width >= band.span), widths[-1])
         pays = many and is_preferred and 2 * band.products(width, tokens) <= tokens**2
         name = f"{form}, blocks of {width} × {band.wide(width)}{more}"
-        why = "the mask leaves a band: each block of queries attends only to the keys in it"
-        yield Candidate(name, node, partial(emit, width=width), pays, why, materialises_scores=False)
+        yield Candidate(name, node, partial(emit, width=width), pays, IN_BAND, materialises_scores=False)
 
 
 def in_blocks(

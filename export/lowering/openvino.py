@@ -32,7 +32,7 @@ from attnforge.export.graphs.build import Builder, constant, like
 from attnforge.export.graphs.nodes import is_op, upstream
 from attnforge.export.graphs.qdq import FLOAT, INT8, rounded_to
 from attnforge.export.lowering.attention import NO_SIZES, Attention, Candidate, Lowered, Sizes, usual
-from attnforge.export.lowering.blocks import forms_in_blocks, in_blocks, in_causal_blocks
+from attnforge.export.lowering.blocks import IN_CAUSAL_BLOCKS, forms_in_blocks, in_blocks, in_causal_blocks
 from attnforge.export.lowering.products import BOOL, fills_in_number, products
 from attnforge.export.lowering.tuning import Library, Tuner, lower_sites
 
@@ -151,10 +151,9 @@ def _parts(name: str, a: Attention, queries: int, keys: int) -> Iterator[Candida
         wide = [steps for steps in STEPS if steps * FEWEST_ROWS <= queries] or [STEPS[0]]
         for steps in sorted({*STEPS[:2], *wide}):
             pays = queries >= MANY_TOKENS and steps == wide[-1]
-            why = "causal: each block of queries attends to the keys up to its own"
             form = f"{_PRODUCTS}, {steps} blocks"
             emit = partial(_cut, by=in_causal_blocks, width=steps)
-            yield Candidate(form, name, emit, pays, why, materialises_scores=False)
+            yield Candidate(form, name, emit, pays, IN_CAUSAL_BLOCKS, materialises_scores=False)
 
 
 _PRODUCTS = "MatMul·Softmax·MatMul"

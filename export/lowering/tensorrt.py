@@ -54,7 +54,7 @@ from attnforge.export.graphs.nodes import numpy_type, upstream
 from attnforge.export.graphs.sizes import ONE, sizes_of
 from attnforge.export.graphs.types import in_fp32
 from attnforge.export.lowering.attention import Attention, Lowered, attentions, usual
-from attnforge.export.lowering.blocks import in_blocks, in_causal_blocks
+from attnforge.export.lowering.blocks import IN_BAND, IN_CAUSAL_BLOCKS, in_blocks, in_causal_blocks
 from attnforge.export.lowering.products import decompose, mask_steps
 from attnforge.export.tensorrt.build import softmax_of
 
@@ -186,13 +186,11 @@ def _recipe(a: Attention, dtype: ir.DataType, sizes: Mapping[str, int], not_in_f
         why = f"not in fp8: {not_in_fp8}; {why}"
     recipe = _Recipe(why, _unfused(a, dtype))
     if (width := _width(a, sizes)) is not None:
-        why = "the mask leaves a band: each block of queries attends only to the keys in it"
-        recipe = replace(recipe, why=f"{recipe.why}; {why}", width=width)
+        recipe = replace(recipe, why=f"{recipe.why}; {IN_BAND}", width=width)
         if a.band is not None and a.band.is_causal_chunk and width == a.band.chunk >= MANY_IN_CHUNK:
             recipe = replace(recipe, steps=STEPS)
     elif a.causal_prefix == 0 and a.has_static_heads and usual(a.size("n_q"), sizes) >= MANY_TOKENS:  # no prefix
-        why = "causal: each block of queries attends to the keys up to its own"
-        recipe = replace(recipe, why=f"{recipe.why}; {why}", steps=STEPS)
+        recipe = replace(recipe, why=f"{recipe.why}; {IN_CAUSAL_BLOCKS}", steps=STEPS)
     if recipe.unfused is not None:
         return recipe
     d_k, d_v = a.size("d_k").factor, a.size("d_v").factor
