@@ -36,7 +36,7 @@ from attnforge.export.graphs.build import Builder, insert, like
 from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.graphs.nodes import input_of
 from attnforge.export.graphs.qdq import FP8, MOST_FP8, InInt8, rounded_to
-from attnforge.export.lowering.attention import Attention, attention_of, attentions
+from attnforge.export.lowering.attention import Attention, attentions
 from attnforge.export.lowering.openvino import may_round_scores
 from attnforge.export.lowering.tensorrt import why_not_in_fp8
 from attnforge.export.precision.calibration import HEADROOM, is_normed
@@ -80,20 +80,19 @@ class RoundedOperands:
     write: Write
     error: float = 0.0
 
-    def operands(self, graph: ir.Graph, node: ir.Node, stem: str) -> list[ir.Value | None]:
+    def operands(self, graph: ir.Graph, a: Attention, stem: str) -> list[ir.Value | None]:
         """Query, key and value after Q/DQ, which are written before the node.
 
         Args:
             graph: graph of the node.
-            node: the canonical node.
+            a: the canonical node.
             stem: prefix of the names of new values.
         """
-        a = attention_of(node)
 
         def rounded(i: int) -> ir.Value:
-            return insert(graph, node, lambda op: self.write(op, a, i, self.scales[i]), stem=f"{stem}/{OPERANDS[i]}")
+            return insert(graph, a.node, lambda op: self.write(op, a, i, self.scales[i]), stem=f"{stem}/{OPERANDS[i]}")
 
-        return [rounded(i) if i in self.scales else node.inputs[i] for i in range(3)]
+        return [rounded(i) if i in self.scales else a.node.inputs[i] for i in range(3)]
 
 
 def whole(dtype: ir.DataType) -> Write:
@@ -107,11 +106,10 @@ def whole(dtype: ir.DataType) -> Write:
 
 def round_operands(model: ir.Model, chosen: Sequence[RoundedOperands]) -> None:
     """Put Q/DQ before operands of canonical attention, in place."""
-    by_node = {rounded.site.node: rounded for rounded in chosen}
-    for node in list(model.graph):
-        if node.name in by_node:
-            for i, value in enumerate(by_node[node.name].operands(model.graph, node, str(node.name))):
-                node.replace_input_with(i, value)
+    by_site = {rounded.site: rounded for rounded in chosen}
+    for site, a in attentions(model, list(by_site)):
+        for i, value in enumerate(by_site[site].operands(model.graph, a, str(a.node.name))):
+            a.node.replace_input_with(i, value)
 
 
 # --- sites ------------------------------------------------------------------------------------------------------------
@@ -239,14 +237,12 @@ def with_errors(
 ) -> list[RoundedOperands]:
     """Copies of `rounded` with the error of rounding each, the others unrounded, relative to its output in fp32: every
     node gets a twin with rounded operands, which nothing reads."""
-    twins, nodes = model.clone(), {part.site.node: part for part in rounded}
+    twins, by_site = model.clone(), {part.site: part for part in rounded}
     pairs: dict[str, tuple[str, str]] = {}
     both = list(sites)
-    for node in list(twins.graph):
-        if node.name not in nodes:
-            continue
-        part, output, name = nodes[node.name], node.outputs[0], f"{node.name}/twin"
-        inputs = [*part.operands(twins.graph, node, name), *node.inputs[3:]]
+    for site, a in attentions(twins, list(by_site)):
+        part, node, output, name = by_site[site], a.node, a.node.outputs[0], f"{a.node.name}/twin"
+        inputs = [*part.operands(twins.graph, a, name), *node.inputs[3:]]
         twin = ir.Node("", "Attention", inputs, node.attributes.values(), name=name)
         twin.metadata_props.update(node.metadata_props)
         result = like(twin.outputs[0], output)
@@ -254,7 +250,7 @@ def with_errors(
         twins.graph.insert_before(node, twin)
         twins.graph.outputs.extend([output, result])
         pairs[part.name] = str(output.name), str(result.name)
-        both.append(replace(part.site, name=f"{part.name}/twin", node=name))
+        both.append(replace(site, name=f"{part.name}/twin", node=name))
     run = as_it_is(decomposed(twins, both), sorted({name for pair in pairs.values() for name in pair}))
     errors = dict.fromkeys(pairs, 0.0)
     for feeds in data:
