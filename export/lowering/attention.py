@@ -324,7 +324,7 @@ def attention_of(node: ir.Node) -> Attention:
 def _axes(query: ir.Value, key: ir.Value, value: ir.Value) -> SiteAxes:
     """Axes of canonical operands; each key head serves consecutive query heads."""
     batch, heads, n_q, d_k = Layout.fresh(query).dims
-    n_k, d_v = (() if size == ONE else (Axis(size),) for size in (sizes_of(key)[2], sizes_of(value)[3]))
+    n_k, d_v = Layout.fresh(key).dims[2], Layout.fresh(value).dims[3]
     shared: Dims = heads
     if (key_heads := sizes_of(key)[1]) != sizes_of(query)[1]:
         (head,) = heads

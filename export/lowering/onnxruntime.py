@@ -500,9 +500,8 @@ def _attended(op: Builder, part: Attention, name: str, metadata: Mapping[str, st
     inputs = [operand.value for operand in part.operands]
     if part.mask is not None:
         inputs.append(cast(op, _bias(op, part, part.mask), part.dtype))
-    attributes = part.attributes("q_num_heads")
-    if len(part.query.layout) == 4:
-        attributes = {name: number for name, number in attributes.items() if not name.endswith("num_heads")}
+    are_apart = len(part.query.layout) == 4
+    attributes = {"scale": part.scale, "softcap": part.softcap} if are_apart else part.attributes("q_num_heads")
     result = op.op("Attention", inputs, attributes, name=name, metadata_props=dict(metadata or {}))
     return part.as_output(op, result, part.output.layout)
 
