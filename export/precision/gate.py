@@ -24,7 +24,7 @@ from attnforge.export.graphs.execute import Runner, as_it_is
 from attnforge.export.graphs.qdq import SCHEMES
 from attnforge.export.options import DeployOptions
 from attnforge.export.precision.calibration import calibrate
-from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial, judged_on
+from attnforge.export.precision.judge import Answer, Assignment, Judge, Part, Requirement, Trial, answers_of, judged_on
 from attnforge.export.precision.quantisation import (
     INT8,
     LEAST_WEIGHTS,
@@ -100,10 +100,10 @@ def choose_forms(
     graph = QuantisedGraph(model, sites, precision)
     stored, cases = inputs_and_cases(whole, data, run_cost(model))
     real = [case for case in cases if case.kind == "data"]
-    answers, steps = Answers.of(whole, real or judged_on(cases), stored), Steps(progress)
+    answers, steps = answers_of(whole, real or judged_on(cases), stored), Steps(progress)
     steps.begin("the graph in fp32")
     _check_same(as_it_is(decomposed(model, sites)), answers, whole.precision)
-    inputs = [answers.inputs[case.name] for case in answers.cases]
+    inputs = [answer.inputs for answer in answers]
     graph.calibrate(inputs, bool(real), options.cache_precision is not None, steps)
     judge = Judge(graph.run, answers, Requirement.of(options, data), graph.text, steps)
     high = _raised(graph, judge) if options.keeps_some else _none_raised(graph, judge)
@@ -132,16 +132,15 @@ def _reference(whole: ReferenceModel, precision: Precision, model: ir.Model, sit
     return Derived(whole, precision, text, lambda inputs: opened()(inputs))
 
 
-def _check_same(run: Runner, answers: Answers, precision: Precision) -> None:
+def _check_same(run: Runner, answers: Sequence[Answer], precision: Precision) -> None:
     """Check the fp32 graph against the budget of its precision: eager's own error is the baseline of what is quantised,
     so an error that the graph already had would be allowed twice."""
-    for case in answers.cases:
-        eager, exact = answers.eager[case.name], answers.exact[case.name]
-        for name, array in run(answers.inputs[case.name]).items():
-            comparison = budget.judge(case, name, array, eager[name], exact[name], precision)
+    for answer in answers:
+        for name, array in run(answer.inputs).items():
+            comparison = budget.judge(answer.case, name, array, answer.eager[name], answer.exact[name], precision)
             if not comparison.passed:
                 raise BuildError(
-                    f"the graph to be quantised does not compute what the model does: {case.name}, {name}: "
+                    f"the graph to be quantised does not compute what the model does: {answer.case.name}, {name}: "
                     f"{comparison.reason}"
                 )
 
@@ -155,7 +154,7 @@ def _none_raised(graph: QuantisedGraph, judge: Judge) -> Assignment:
     high: Assignment = frozenset()
     if not (trial := judge(high)).passed:
         worst = sorted(graph.parts, key=lambda part: -part.error)[:3]
-        is_real = any(case.kind == "data" for case in judge.answers.cases)
+        is_real = any(answer.case.kind == "data" for answer in judge.answers)
         remedy = (
             f"Deploy with precision auto-{graph.type}, which keeps products in fp32 as needed, "
             f"{'' if is_real else 'give real data, which ranges are taken from, '}or allow more"

@@ -85,8 +85,9 @@ class Requirement:
         assert self.baseline is not None
         return Allowed(self.max_error or FAR_OFF * self.baseline.floor, self.max_error is not None)
 
-    def trial(self, case: Case, name: str, output: Array, eager: Array, exact: Array) -> Trial:
+    def trial(self, answer: Answer, name: str, output: Array) -> Trial:
         """Judge one output of a case, all but the metric."""
+        case, eager, exact = answer.case, answer.eager[name], answer.exact[name]
         finite = np.isfinite(exact)
         error = relative_error(output[finite].astype(np.float64), exact[finite])
         if not np.isfinite(error):
@@ -155,25 +156,25 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Cases, and by case name the inputs and the outputs of eager and float64."""
+class Answer:
+    """A case, its inputs, and the outputs of eager and float64."""
 
-    cases: Sequence[Case]
-    inputs: dict[str, dict[str, Array]]
-    eager: dict[str, dict[str, Array]]
-    exact: dict[str, dict[str, Array]]
+    case: Case
+    inputs: dict[str, Array]
+    eager: dict[str, Array]
+    exact: dict[str, Array]
 
-    @classmethod
-    def of(cls, model: ReferenceModel, cases: Sequence[Case], stored: Mapping[str, Array]) -> Answers:
-        """Run `model` on `cases`, whose inputs are made from seeds and stored inputs."""
-        feeds = {case.name: make_inputs(case, model.inputs, stored) for case in cases}
-        eager = {name: model.eager(arrays) for name, arrays in feeds.items()}
-        return cls(cases, feeds, eager, {name: model.exact(arrays) for name, arrays in feeds.items()})
+    def stored(self) -> dict[str, Array]:
+        """Both outputs, by the keys that a bundle stores them under."""
+        both = {"eager": self.eager, "float64": self.exact}
+        return {key(self.case, name, which): a for which, outputs in both.items() for name, a in outputs.items()}
 
-    def stored(self, case: Case) -> dict[str, Array]:
-        """Eager's and float64's outputs of a case, by the keys that a bundle stores them under."""
-        answers = {"eager": self.eager[case.name], "float64": self.exact[case.name]}
-        return {key(case, name, which): array for which, outputs in answers.items() for name, array in outputs.items()}
+
+def answers_of(model: ReferenceModel, cases: Sequence[Case], stored: Mapping[str, Array]) -> list[Answer]:
+    """Run `model` on `cases`, whose inputs are made from seeds and stored inputs."""
+    inputs = [make_inputs(case, model.inputs, stored) for case in cases]
+    eager = [model.eager(arrays) for arrays in inputs]
+    return [Answer(*each, model.exact(each[1])) for each in zip(cases, inputs, eager, strict=True)]
 
 
 def judged_on(cases: Sequence[Case]) -> list[Case]:
@@ -198,7 +199,7 @@ class Judge:
     """
 
     build: Callable[[Assignment], Run]
-    answers: Answers
+    answers: Sequence[Answer]
     requirement: Requirement
     text: Callable[[Assignment], str]
     steps: Steps
@@ -210,15 +211,14 @@ class Judge:
             self.trials[high] = self.run(self.build(high), self.answers)
         return self.trials[high]
 
-    def run(self, graph: Run, answers: Answers) -> Trial:
+    def run(self, graph: Run, answers: Sequence[Answer]) -> Trial:
         """Judge a graph on other cases, or one that is no assignment."""
         measured = self.requirement.metric() if self.requirement.metric is not None else None
         trials: list[Trial] = []
-        for case in answers.cases:
-            eager, exact = answers.eager[case.name], answers.exact[case.name]
-            outputs = graph(answers.inputs[case.name])
+        for answer in answers:
+            outputs = graph(answer.inputs)
             if measured is not None:
-                measured.add(case, outputs, answers.stored(case))
+                measured.add(answer.case, outputs, answer.stored())
             floating = {name: array for name, array in outputs.items() if is_floating(array)}
-            trials += [self.requirement.trial(case, name, a, eager[name], exact[name]) for name, a in floating.items()]
+            trials += [self.requirement.trial(answer, name, array) for name, array in floating.items()]
         return self.requirement.verdict(trials, measured)

@@ -20,7 +20,7 @@ from attnforge.export.flops import known_flops, run_cost
 from attnforge.export.graphs.nodes import inputs_of
 from attnforge.export.options import DeployOptions
 from attnforge.export.precision.assign import MixedGraph
-from attnforge.export.precision.judge import Answers, Assignment, Judge, Requirement, judged_on
+from attnforge.export.precision.judge import Assignment, Judge, Requirement, answers_of, judged_on
 from attnforge.export.precision.search import NOTHING_LEFT, by_culprits, culprits, lower_again
 from attnforge.export.reference import Data, Derived, ReferenceModel, at_precision, inputs_and_cases
 from attnforge.export.room import Numbers
@@ -74,7 +74,7 @@ def choose(
     baseline, steps = references[0], Steps(progress)
     requirement = replace(Requirement.of(options, data), baseline=baseline.precision)
     stored, cases = inputs_and_cases(baseline, data, run_cost(model))
-    answers = Answers.of(baseline, judged_on(cases), stored)
+    answers = answers_of(baseline, judged_on(cases), stored)
     candidates: list[ChosenPrecisions] = []
     for reference in references:
         graph = MixedGraph(model, sites, reference.precision)
@@ -82,7 +82,7 @@ def choose(
         high, mixed = _searched(graph, judge, cases[0].sizes)
         if requirement.is_metric:  # then the error is simply measured, on every ordinary case
             ordinary = [case for case in cases if case.is_ordinary and case.kind != "zeros"]  # eager may refuse these
-            everywhere = judge.run(graph.run(high), Answers.of(baseline, ordinary, stored))
+            everywhere = judge.run(graph.run(high), answers_of(baseline, ordinary, stored))
             mixed.max_error, mixed.exactly = 2 * max(everywhere.error, reference.precision.floor), True
         numbers = Numbers(cases[0].sizes)
         cost = sum(cost_of(node, numbers, name in high) for name, node in graph.nodes.items())

@@ -20,7 +20,7 @@ from attnforge.export.diagnosis.trace import Trace, trace
 from attnforge.export.graphs.float64 import NoDoublePath
 from attnforge.export.graphs.nodes import VIEWS
 from attnforge.export.precision.assign import MixedGraph, unrounded_in_fused_kernels
-from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Trial
+from attnforge.export.precision.judge import Answer, Assignment, Judge, Part, Trial
 from attnforge.export.tensorrt.build import site_of
 
 RAISES, TRIALS = 16, 64
@@ -105,7 +105,7 @@ class Culprits:
     out_of_range: bool = False
 
 
-def culprits(mixed: MixedGraph, answers: Answers, high: Assignment, trial: Trial) -> Culprits | None:
+def culprits(mixed: MixedGraph, answers: Sequence[Answer], high: Assignment, trial: Trial) -> Culprits | None:
     """The operators to raise next, among those that compute in 16 bits; None if nothing is left to blame.
 
     Args:
@@ -114,8 +114,7 @@ def culprits(mixed: MixedGraph, answers: Answers, high: Assignment, trial: Trial
         high: the operators in fp32.
         trial: the result, with a worst case, in which they are found.
     """
-    assert trial.case is not None
-    inputs = answers.inputs[trial.case.name]
+    inputs = next(answer.inputs for answer in answers if answer.case is trial.case)
     _, fused = mixed.lowered(high)
     graph = decomposed(mixed.assigned(high), mixed.sites)
     try:

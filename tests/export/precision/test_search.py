@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnforge.bundle import Case
-from attnforge.export.precision.judge import Answers, Assignment, Judge, Part, Requirement, Trial
+from attnforge.export.precision.judge import Answer, Assignment, Judge, Part, Requirement, Trial
 from attnforge.export.precision.search import NOTHING_LEFT, TRIALS, Culprits, by_culprits, by_error, lower_again
 from attnforge.precision import PRECISIONS
 from attnforge.progress import Steps
 from attnforge.runtime.parity.metrics import MeasuredMetric, accuracy
 from attnforge.runtime.parity.verify import Run
 
-EXACT = {"example": {"y": np.ones(1)}}
+EXACT = {"y": np.ones(1)}
 
 
 def judge_of(errors: Mapping[str, float], allowed: float) -> Judge:
@@ -28,7 +28,7 @@ def judge_of(errors: Mapping[str, float], allowed: float) -> Judge:
         return lambda inputs: {"y": np.array([1 + off])}
 
     case = Case(name="example", sizes={}, kind="example", seed=0)
-    answers = Answers([case], {"example": {}}, EXACT, EXACT)
+    answers = [Answer(case, {}, EXACT, EXACT)]
     return Judge(build, answers, Requirement(allowed), lambda high: f"{len(high)} in fp32", Steps(None))
 
 
@@ -85,13 +85,13 @@ def test_nan_passes_no_search(nothing: float) -> None:
     assert not trial.passed and trial.text == "NaN or infinity in example, with 0.5 allowed"
     assert [part.name for part in by_error(judge, parts_of({"a": np.inf, "b": 1e-3}))] == ["a"]
     assert list(lower_again(judge, frozenset("ab"), [["a"], ["b"]])) == [{"a"}]
-    (case,), one = judge.answers.cases, np.ones(1)
+    (answer,) = judge.answers
     scores = MeasuredMetric("own", accuracy, {}, 0.9)
     for requirement in (
         judge.requirement,
         Requirement(metric=lambda: scores),
         Requirement(baseline=PRECISIONS["fp16"]),
     ):
-        good, bad = (requirement.trial(case, "y", np.array([number]), one, one) for number in (1.0001, nothing))
+        good, bad = (requirement.trial(answer, "y", np.array([number])) for number in (1.0001, nothing))
         for trials in ([good, bad], [bad, good]):
             assert good.passed and not requirement.verdict(trials).passed
