@@ -12,7 +12,7 @@ from attnforge.export.attention.layout import needs_transpose
 from attnforge.export.attention.masking import all_of, any_key, representable
 from attnforge.export.attention.operands import scalar
 from attnforge.export.graphs.build import Builder, cast, constant, dims_of, like, typed
-from attnforge.export.graphs.nodes import input_of, inputs_of
+from attnforge.export.graphs.nodes import input_of, inputs_of, is_op
 from attnforge.export.graphs.qdq import FP8, MOST_FP8, rounded_to, rounding_of
 from attnforge.export.lowering.attention import Attention
 
@@ -107,13 +107,15 @@ class MaskStep:
 
 
 def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
-    """The operations of a canonical node's mask on the scores, in the author's order."""
+    """The operations of a canonical node's mask on the scores, in the author's order. The last one of an additive mask
+    is the Add or Where that computes it, or a bias as it stands."""
     if mask is None:
         return []
     if mask.dtype == BOOL:
         return [MaskStep(mask, -np.inf)]
-    node = last_step(mask)
-    if node is None:
+    node = mask.producer()
+    fills = is_op(node, "Where") and scalar(node.inputs[2]) == -np.inf
+    if node is None or node.domain != "" or not (fills or MASK_STEP in node.metadata_props):
         return [MaskStep(mask)]
     if node.op_type == "Add":
         before, bias = inputs_of(node)
@@ -125,15 +127,6 @@ def mask_steps(mask: ir.Value | None) -> list[MaskStep]:
 def fills_in_number(mask: ir.Value | None) -> bool:
     """Whether a mask replaces scores with a finite number, which is not the same as adding it."""
     return any(step.fill not in (None, -np.inf) for step in mask_steps(mask))
-
-
-def last_step(mask: ir.Value) -> ir.Node | None:
-    """The Add or Where by which an additive mask takes the author's last step; None if it is a bias as it stands."""
-    node = mask.producer()
-    if node is None or node.domain != "":
-        return None
-    fills = node.op_type == "Where" and scalar(node.inputs[2]) == -np.inf
-    return node if fills or MASK_STEP in node.metadata_props else None
 
 
 def _steps(op: Builder, attention: Attention, query: ir.Value, key_transposed: ir.Value) -> list[MaskStep]:
