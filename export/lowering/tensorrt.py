@@ -128,11 +128,10 @@ def _compute_constant_masks(model: ir.Model, sites: list[Site]) -> None:
     """Replace the masks and biases of canonical sites that are computed from constants alone by weights."""
     operands = [step.operand for _, attention in attentions(model, sites) for step in mask_steps(attention.mask)]
     wanted = [value for value in dict.fromkeys(operands) if value.producer() and _is_constant(value)]
-    names = [str(value.name) for value in wanted]
-    arrays = at_own_precision(model, names)({}) if names else {}
-    for value, name in zip(wanted, names, strict=True):
-        array = arrays[name].astype(numpy_type(value))
-        replace_value(value, initializer(model.graph, f"{name}/computed", array))
+    arrays = at_own_precision(model, [str(value.name) for value in wanted])({}) if wanted else {}
+    for value in wanted:
+        array = arrays[str(value.name)].astype(numpy_type(value))
+        replace_value(value, initializer(model.graph, f"{value.name}/computed", array))
 
 
 def _is_constant(value: ir.Value) -> bool:

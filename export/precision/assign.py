@@ -57,12 +57,11 @@ def assign(model: ir.Model, low: ir.DataType, high: Collection[str]) -> None:
         high: names of the nodes that stay in fp32.
     """
     assigner = _Assigner(model, low, high)
-    outputs = list(model.graph.outputs)
     for node in list(model.graph):
         assigner.retype(node)
     for value, dtype in assigner.types.items():
         value.type = ir.TensorType(dtype)
-    assigner.widen_outputs(outputs)
+    assigner.widen_outputs()
     for weight in assigner.weights:
         if not is_used(weight):  # only its 16-bit copies are
             del model.graph.initializers[str(weight.name)]
@@ -180,9 +179,9 @@ class _Assigner:
             self.graph.insert_after(producer, node)
         return like(node.outputs[0], value, dtype)
 
-    def widen_outputs(self, outputs: list[ir.Value]) -> None:
+    def widen_outputs(self) -> None:
         """Restore fp32 outputs under the names of the graph's outputs."""
-        for i, output in enumerate(outputs):
+        for i, output in enumerate(list(self.graph.outputs)):
             if (wide := self._at(output, FLOAT)) is not output:
                 output.name, wide.name = f"{output.name}/{str(output.dtype).lower()}", output.name
                 self.graph.outputs[i] = wide
