@@ -101,10 +101,11 @@ def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *type
     for spec, (shape, dtype) in zip(inputs, types, strict=True):
         _check(spec, shape, dtype, seen)
     sizes = {symbol: size for symbol, (size, _) in seen.items()}
-    return Shapes(tuple(shape for shape, _ in types), sizes, tuple(_shape(spec, sizes) for spec in outputs))
+    return Shapes(tuple(shape for shape, _ in types), sizes, tuple(output_shape(spec, sizes) for spec in outputs))
 
 
-def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+def output_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of an output with these sizes of the inputs' symbols; None if they do not determine it."""
     try:
         return tuple(dim if isinstance(dim, int) else dim.factor * size_of(dim.symbol, sizes) for dim in spec.dims)
     except (KeyError, NotImplementedError, ZeroDivisionError, RecursionError, MemoryError):

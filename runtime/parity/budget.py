@@ -139,26 +139,30 @@ def judge(
     got, eager, truth = (np.asarray(array, np.float64) for array in (got, eager, truth))
     if not case.is_ordinary:
         truth = np.where(np.abs(truth) <= precision.largest, truth, np.nan)
-    positions = _Positions.of(case, got, eager, truth, precision)
-    standard = _without_overflow(eager, baseline)
+    overflowed = (np.abs(truth) <= precision.largest) & ~np.isfinite(eager)
+    count = int(overflowed.sum())
+    standard = eager
+    # the baseline's error is allowed twice, unless it overflows where eager at the bundle's precision does not
+    if baseline is not None and np.isfinite(baseline[np.isfinite(eager)]).all():
+        standard = np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
     errors = _Errors.of(got, standard, truth)
-    budget = _budget(case, output, errors, precision, allowed, positions.overflowed > 0, terms)
-    reason = budget.exceeded(errors)
+    most, max_of_one = _budget(case, output, errors, precision, allowed, count > 0, terms)
+    reason = errors.over(most, max_of_one)
     worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
-    if (misplaced := positions.misplaced(case, precision)) is not None:
-        reason, worst = misplaced[0], Element.at(misplaced[1], case.name, got, eager, truth)
+    if (misplaced := _misplaced(case, got, eager, truth, precision, overflowed)) is not None:
+        reason, worst = misplaced[0], Element.at(_first(misplaced[1]), case.name, got, eager, truth)
     unit = errors.largest or 1.0
     comparison = Comparison(
         case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
-        error=errors.error, eager_error=errors.eager_error, budget=budget.error,
-        max_error=_max(errors.off), max_budget=budget.max_error,
-        size=truth.size, compared=errors.off.size, overflowed=positions.overflowed,
+        error=errors.error, eager_error=errors.eager_error, budget=most,
+        max_error=_max(errors.off), max_budget=max_of_one,
+        size=truth.size, compared=errors.off.size, overflowed=count,
         cosine=cosine_of(errors.got, errors.truth),
         snr_db=-20 * math.log10(errors.error) if errors.error > 0 and errors.truth.any() else None,
         quantiles=quantiles_of(errors.off / unit),
         errors=histogram_of(errors.off / unit), eager_errors=histogram_of(errors.eager_off / unit),
     )  # fmt: skip
-    if reason is not None or not case.is_ordinary or positions.overflowed or allowed is not None:
+    if reason is not None or not case.is_ordinary or count or allowed is not None:
         return comparison
     if (hidden := _hidden(standard, truth, precision, channels)) is None:
         return comparison
@@ -232,26 +236,17 @@ class _Errors:
         """max|r|."""
         return _max(np.abs(self.truth))
 
+    def over(self, error: float, max_error: float) -> str | None:
+        """Why the errors exceed a budget, relative in the norm and absolute in any one element, or None."""
+        if not self.error <= error:  # so that NaN does not pass
+            return f"error {scientific(self.error, 3)} is over the budget of {scientific(error, 3)}"
+        if not (off := _max(self.off)) <= max_error:
+            return f"one element is off by {scientific(off, 3)}, over the budget of {scientific(max_error, 3)}"
+        return None
+
 
 def _max(numbers: Array) -> float:
     return float(np.max(numbers, initial=0.0))
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """The error that an output may have: relative in the norm, and absolute in any one element."""
-
-    error: float
-    max_error: float
-
-    def exceeded(self, errors: _Errors) -> str | None:
-        """Why the errors exceed the budget, or None."""
-        if not errors.error <= self.error:  # so that NaN does not pass
-            return f"error {scientific(errors.error, 3)} is over the budget of {scientific(self.error, 3)}"
-        if not _max(errors.off) <= self.max_error:
-            off, allowed = scientific(_max(errors.off), 3), scientific(self.max_error, 3)
-            return f"one element is off by {off}, over the budget of {allowed}"
-        return None
 
 
 def _budget(
@@ -262,8 +257,9 @@ def _budget(
     allowed: Allowed | None,
     eager_overflowed: bool,
     terms: int,
-) -> _Budget:
-    """The budget of rules 1 and 2, with everything else that the module's docstring allows."""
+) -> tuple[float, float]:
+    """The error that rules 1 and 2 allow, relative in the norm and absolute in any one element, with everything else
+    that the module's docstring allows."""
     is_tiny = 0 < errors.largest < precision.smallest_normal  # a sum is spaced as its terms are
     spacing = precision.ulp(errors.largest) * (math.sqrt(terms) if is_tiny else 1.0)
     rounding = max(4 * spacing, precision.floor * errors.largest)
@@ -274,16 +270,8 @@ def _budget(
         norm = errors.largest * float(np.linalg.norm(errors.truth / errors.largest))  # squares may be 0
         error = max(error, rounding * math.sqrt(errors.off.size) / norm)
     if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):
-        return _Budget(allowed.error, 2 * allowed.error * errors.largest + rounding)
-    return _Budget(error, max_error)
-
-
-def _without_overflow(eager: Array, baseline: Array | None) -> Array:
-    """The eager output whose error is allowed twice: the baseline, unless it overflows where eager at the bundle's
-    precision does not."""
-    if baseline is None or not np.isfinite(baseline[np.isfinite(eager)]).all():
-        return eager
-    return np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
+        return allowed.error, 2 * allowed.error * errors.largest + rounding
+    return error, max_error
 
 
 def _hidden(eager: Array, truth: Array, precision: Precision, channels: Sequence[Array]) -> Array | None:
@@ -307,46 +295,32 @@ def _hidden(eager: Array, truth: Array, precision: Precision, channels: Sequence
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Positions:
-    """The elements with a NaN, infinity or number that is not allowed there, as boolean arrays.
+def _misplaced(
+    case: Case, got: Array, eager: Array, truth: Array, precision: Precision, overflowed: Array
+) -> tuple[str, Array] | None:
+    """Why a NaN, infinity or number is not allowed where it is, and the elements with it; None if all are allowed.
 
-    Attributes:
-        wrong: positions, by kind of number.
-        overflowed: number of elements that are not finite in eager although float64's, rounded, are.
-        given_up: those of them that are not finite in the backend either.
+    Args:
+        case: the case.
+        got, eager, truth: float64 arrays of one shape.
+        precision: the precision of eager.
+        overflowed: the elements that are not finite in eager although float64's, rounded, are.
     """
-
-    wrong: dict[str, Array]
-    overflowed: int
-    given_up: Array
-
-    @classmethod
-    def of(cls, case: Case, got: Array, eager: Array, truth: Array, precision: Precision) -> _Positions:
-        rounded = np.where(np.abs(truth) > precision.largest, np.copysign(np.inf, truth), truth)
-        overflowed = np.isfinite(rounded) & ~np.isfinite(eager)
-        decided = ~overflowed if case.is_ordinary else np.isfinite(truth) & ~overflowed
-        wrong = {
-            kind: test(got) & ~test(eager) & ~test(rounded) & decided
-            for kind, test in (("NaN", np.isnan), ("+infinity", np.isposinf), ("-infinity", np.isneginf))
-        }
-        wrong["a number"] = np.isfinite(got) & ~np.isfinite(eager) & ~np.isfinite(truth) & decided
-        return cls(wrong, int(overflowed.sum()), overflowed & ~np.isfinite(got))
-
-    def misplaced(self, case: Case, precision: Precision) -> tuple[str, int] | None:
-        """Why an element is not allowed where it is, and the index of the first such element; None if all are
-        allowed."""
-        for kind, positions in self.wrong.items():
-            if positions.any():
-                reason = f"{kind} at {int(positions.sum())} positions where neither eager nor float64 has it"
-                return reason, _first(positions)
-        if case.is_ordinary and self.given_up.any():
-            reason = (
-                f"{precision.name} overflows: NaN or infinity at {int(self.given_up.sum())} positions where float64 "
-                "has numbers, in eager too"
-            )
-            return reason, _first(self.given_up)
-        return None
+    rounded = np.where(np.abs(truth) > precision.largest, np.copysign(np.inf, truth), truth)
+    decided = ~overflowed if case.is_ordinary else np.isfinite(truth) & ~overflowed
+    for kind, test, exact in (
+        ("NaN", np.isnan, rounded),
+        ("+infinity", np.isposinf, rounded),
+        ("-infinity", np.isneginf, rounded),
+        ("a number", np.isfinite, truth),
+    ):
+        if (wrong := test(got) & ~test(eager) & ~test(exact) & decided).any():
+            return f"{kind} at {int(wrong.sum())} positions where neither eager nor float64 has it", wrong
+    given_up = overflowed & ~np.isfinite(got)
+    if case.is_ordinary and given_up.any():
+        where = f"at {int(given_up.sum())} positions where float64 has numbers, in eager too"
+        return f"{precision.name} overflows: NaN or infinity {where}", given_up
+    return None
 
 
 def _first(positions: Array) -> int:

@@ -32,11 +32,11 @@ from attnforge.bundle import (
 from attnforge.errors import BundleError, DeviceError, RunError, UnavailableError, check_known
 from attnforge.keywords import guessable
 from attnforge.numbers import scientific
-from attnforge.precision import Precision, precision_named
+from attnforge.precision import precision_named
 from attnforge.records import Record
 from attnforge.runtime import cases as reference
 from attnforge.runtime.backends.registry import BACKENDS, REGISTRY, chosen_here, why_not_unasked
-from attnforge.runtime.inputs import shapes_of
+from attnforge.runtime.inputs import output_shape
 from attnforge.runtime.parity.budget import FAR_OFF, Allowed, budget_precision, incomparable, judge, relative_error
 from attnforge.runtime.parity.comparison import QUANTILES, Comparison, Element
 from attnforge.runtime.parity.metrics import MeasuredMetric, Metric, MetricReport, chosen_metric
@@ -101,12 +101,12 @@ class BackendReport(Record):
     """
 
     passed: bool
-    error: float
-    eager_error: float
-    budget: float
-    case: str
-    cases: int
-    failures: list[Comparison]
+    error: float = 0.0
+    eager_error: float = 0.0
+    budget: float = 0.0
+    case: str = "no case was compared"
+    cases: int = 0
+    failures: list[Comparison] = []
     comparisons: list[Comparison] = []
     outputs: dict[str, OutputReport] = {}
     metric: MetricReport | None = None
@@ -202,16 +202,15 @@ def verify(
             skipped[name] = str(error)
             continue
         foreign = name == "eager" or callable(metric)  # whose errors are their author's
-        again = replace(scores, measured=[]) if scores is not None else None
         try:
             with session, nullcontext() if foreign else used(opened.path, "verified"):
                 reports[name] = hold(
-                    opened, name, session.run, references=references, scores=again, schedules=session.schedules
+                    opened, name, session.run, references=references, scores=scores, schedules=session.schedules
                 )
         except (RunError, DeviceError) as error:  # of this backend, and the reports on others are kept
             if backends is not None:
                 raise
-            reports[name] = _without_comparisons(str(error))
+            reports[name] = BackendReport(passed=False, reason=str(error))
     return reported(opened, reports, skipped)
 
 
@@ -283,20 +282,6 @@ def every_case(manifest: Manifest) -> list[Case]:
     return [*manifest.cases, *(manifest.decoding.cases if manifest.decoding is not None else [])]
 
 
-def _check_scale(bundle: Bundle, spec: TensorSpec, stored: Mapping[str, Array]) -> None:
-    """Check the scale of an int8 cache.
-
-    Raises:
-        BundleError: it is invalid.
-    """
-    scale, shape = stored[reference.scale_key(spec.name)], (spec.dims[1], 1, spec.dims[3])
-    if scale.shape != shape or scale.dtype != np.float32 or not (np.isfinite(scale) & (scale > 0)).all():
-        raise BundleError(
-            f"{bundle.path / REFERENCE_OUTPUTS} has a scale of {spec.name} that is not positive float32{list(shape)}; "
-            "deploy the model again"
-        )
-
-
 # --- one backend ------------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +304,7 @@ class References:
         """The references that a bundle stores.
 
         Raises:
-            BundleError: a file is missing or altered.
+            BundleError: a file is missing or altered, or the scale of an int8 cache is invalid.
         """
         outputs, manifest = bundle.tensors(REFERENCE_OUTPUTS), bundle.manifest
         cases, caches = every_case(manifest), manifest.decoding.tensors if manifest.decoding is not None else []
@@ -333,7 +318,12 @@ class References:
         keys += [reference.scale_key(spec.name) for spec in in_int8]
         check_keys(bundle, REFERENCE_OUTPUTS, outputs, keys)
         for spec in in_int8:
-            _check_scale(bundle, spec, outputs)
+            scale, shape = outputs[reference.scale_key(spec.name)], (spec.dims[1], 1, spec.dims[3])
+            if scale.shape != shape or scale.dtype != np.float32 or not (np.isfinite(scale) & (scale > 0)).all():
+                raise BundleError(
+                    f"{bundle.path / REFERENCE_OUTPUTS} has a scale of {spec.name} that is not positive "
+                    f"float32{list(shape)}; deploy the model again"
+                )
         return cls(stored_inputs(bundle), outputs)
 
 
@@ -369,28 +359,37 @@ def hold(
     if schedules:
         assert manifest.decoding is not None
         runs += _scheduled(schedules, [*cases, *manifest.decoding.cases])
+    scores = replace(scores, measured=[]) if scores is not None else None
     comparisons: list[Comparison] = []
     for case, schedule, compute in runs:
-        feeds = reference.make_inputs(case, manifest.inputs, references.inputs)
-        results = compute(feeds)
+        results = compute(reference.make_inputs(case, manifest.inputs, references.inputs))
         judged = _CaseOnBackend(manifest, backend, case, references.outputs)
-        if schedule is None:
-            if scores is not None:
-                scores.add(case, results, references.outputs)
-            given = ((feed.shape, feed.dtype) for feed in feeds.values())
-            shapes = shapes_of(manifest.inputs, manifest.outputs, *given).outputs
-        else:  # there may be more tokens than one call takes
-            shapes = tuple(reference.shape_of(spec, case.sizes) for spec in manifest.outputs)
-        of_run = [
-            judged.comparison(s, shape, results[s.name]) for s, shape in zip(manifest.outputs, shapes, strict=True)
-        ]
+        if schedule is None and scores is not None:
+            scores.add(case, results, references.outputs)
+        of_run = [judged.comparison(spec, results[spec.name]) for spec in manifest.outputs]
         of_run += [] if schedule is None else _of_caches(judged, results)
         for comparison in of_run:
             comparison.schedule = schedule
         comparisons += of_run
-    measured = scores.report() if scores is not None and comparisons else None
-    count = len({(c.case, c.schedule) for c in comparisons})
-    return _report(comparisons, count, measured, unproved(manifest, proving, references))
+    if not comparisons:
+        return BackendReport(passed=False)
+    metric, doubt = scores.report() if scores is not None else None, unproved(manifest, proving, references)
+    worst = max(comparisons, key=lambda c: (not c.passed, c.error / c.budget))
+    reason = doubt or (metric.reason if metric is not None else None)
+    outputs = dict.fromkeys(c.output for c in comparisons)
+    return BackendReport(
+        passed=reason is None and all(c.passed for c in comparisons),
+        error=worst.error,
+        eager_error=worst.eager_error,
+        budget=worst.budget,
+        case=worst.where,
+        cases=len({(c.case, c.schedule) for c in comparisons}),
+        failures=[c for c in comparisons if not c.passed],
+        comparisons=comparisons,
+        outputs={name: OutputReport.of([c for c in comparisons if c.output == name]) for name in outputs},
+        metric=metric,
+        reason=reason,
+    )
 
 
 def _scheduled(schedules: Mapping[str, Run], cases: Iterable[Case]) -> Iterator[tuple[Case, str, Run]]:
@@ -478,35 +477,6 @@ def _eager_error(eager: Array, truth: Array) -> float:
     return relative_error(eager[finite].astype(np.float64), truth[finite])
 
 
-def _report(
-    comparisons: Sequence[Comparison], cases: int, metric: MetricReport | None, doubt: str | None
-) -> BackendReport:
-    if not comparisons:
-        return _without_comparisons(None)
-    worst = max(comparisons, key=lambda c: (not c.passed, c.error / c.budget))
-    reason = doubt or (metric.reason if metric is not None else None)
-    outputs = {c.output: None for c in comparisons}
-    return BackendReport(
-        passed=reason is None and all(c.passed for c in comparisons),
-        error=worst.error,
-        eager_error=worst.eager_error,
-        budget=worst.budget,
-        case=worst.where,
-        cases=cases,
-        failures=[c for c in comparisons if not c.passed],
-        comparisons=list(comparisons),
-        outputs={name: OutputReport.of([c for c in comparisons if c.output == name]) for name in outputs},
-        metric=metric,
-        reason=reason,
-    )
-
-
-def _without_comparisons(reason: str | None) -> BackendReport:
-    return BackendReport(
-        passed=False, error=0, eager_error=0, budget=0, case="no case was compared", cases=0, failures=[], reason=reason
-    )
-
-
 @dataclass(frozen=True)
 class _CaseOnBackend:
     """One case on one backend, whose outputs are judged one by one."""
@@ -516,24 +486,15 @@ class _CaseOnBackend:
     case: Case
     outputs: Mapping[str, Array]
 
-    @property
-    def precision(self) -> Precision:
-        return budget_precision(self.manifest, self.backend)
-
-    def comparison(self, spec: TensorSpec, shape: tuple[int, ...] | None, array: Array) -> Comparison:
-        """The comparison of one output.
-
-        Args:
-            spec: the output.
-            shape: the required shape; None if the inputs' sizes do not determine it.
-            array: the backend's output.
-        """
-        dtypes = [spec.dtype]
+    def comparison(self, spec: TensorSpec, array: Array) -> Comparison:
+        """The comparison of one output with the array that the backend gives."""
+        shape, dtypes = output_shape(spec, self.case.sizes), [spec.dtype]
         if self.backend == "eager":
             dtypes.append(precision_named(self.manifest.precision).dtype.name)
         if (shape is not None and array.shape != shape) or array.dtype.name not in dtypes:
             actual, expected = f"{array.dtype.name}{list(array.shape)}", f"{spec.dtype}{list(shape or ('…',))}"
-            return incomparable(self.case, spec.name, self.precision, f"it is {actual} and must be {expected}")
+            precision = budget_precision(self.manifest, self.backend)
+            return incomparable(self.case, spec.name, precision, f"it is {actual} and must be {expected}")
         return self.kept(spec.name, array, Allowed.by(self.manifest), reference.channels(array.shape, self.case))
 
     def kept(self, output: str, array: Array, allowed: Allowed | None, channels: Sequence[Array] = ()) -> Comparison:
@@ -546,7 +507,10 @@ class _CaseOnBackend:
             channels: the index of every stored element along each axis of which parts may be much smaller than others.
         """
         comparison = self._against(output, reference.sampled(array, self.case), allowed, channels=channels)
-        _locate(comparison, self.case, array.shape)
+        if comparison.worst is not None and comparison.worst.index:  # among the compared elements
+            indices, (index,) = reference.stored_indices(array.size, self.case), comparison.worst.index
+            place = np.unravel_index(index if indices is None else int(indices[index]), array.shape)
+            comparison.worst.index = [int(i) for i in place]
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
         if sums is not None and not (summed := self._against(output, sums, allowed, "/blocks")).passed:
             first = summed.worst.index[0] * reference.BLOCK if summed.worst is not None else 0
@@ -559,7 +523,7 @@ class _CaseOnBackend:
         self, output: str, got: Array, allowed: Allowed | None, suffix: str = "", channels: Sequence[Array] = ()
     ) -> Comparison:
         """The comparison of an output's stored elements, or of its sums, with those of the reference."""
-        case, precision = self.case, self.precision
+        case, precision = self.case, budget_precision(self.manifest, self.backend)
 
         def key(which: str) -> str:
             return reference.key(case, output, which) + suffix
@@ -570,14 +534,6 @@ class _CaseOnBackend:
         return judge(case, output, got, eager, truth, precision, baseline, allowed, terms, channels)
 
 
-def _locate(comparison: Comparison, case: Case, shape: tuple[int, ...]) -> None:
-    """Convert the worst element's index among the compared elements to its index in the whole output."""
-    if comparison.worst is not None and comparison.worst.index:
-        indices = reference.stored_indices(int(np.prod(shape)), case)
-        index = comparison.worst.index[0] if indices is None else int(indices[comparison.worst.index[0]])
-        comparison.worst.index = [int(i) for i in np.unravel_index(index, shape)]
-
-
 def stored_inputs(bundle: Bundle) -> dict[str, Array]:
     """The inputs that a model was deployed with, in the model's dtypes: the example's by name, real data's by
     :func:`~attnforge.runtime.cases.data_key`.
@@ -585,15 +541,11 @@ def stored_inputs(bundle: Bundle) -> dict[str, Array]:
     Raises:
         BundleError: the file is missing or altered.
     """
-    stored = bundle.tensors(REFERENCE_EXAMPLE)
-    dtypes = {spec.name: spec.dtype for spec in bundle.manifest.inputs}
-    data = {
-        reference.data_key(case, name): dtype
-        for case in bundle.manifest.cases
-        if case.kind == "data"
-        for name, dtype in dtypes.items()
-    }
-    wanted = {**dtypes, **data}
+    stored, inputs = bundle.tensors(REFERENCE_EXAMPLE), bundle.manifest.inputs
+    wanted = {spec.name: spec.dtype for spec in inputs}
+    for case in bundle.manifest.cases:
+        if case.kind == "data":
+            wanted |= {reference.data_key(case, spec.name): spec.dtype for spec in inputs}
     check_keys(bundle, REFERENCE_EXAMPLE, stored, wanted)
     return {key: stored[key].astype(dtype) for key, dtype in wanted.items()}
 
