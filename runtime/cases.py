@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -137,26 +137,21 @@ def _sizes_between(
     inputs: Sequence[TensorSpec], cost: Cost, wanted: Callable[[int], bool], fraction: float, runs: float
 ) -> dict[str, int]:
     """The wanted sizes at `fraction` of the way from min to max, or as near to it as `runs` of the example allow."""
-    sizes, run = sizes_at(inputs, "min"), run_of_example(sizes_at(inputs, "opt"), cost)
+    low, high, opt = (sizes_at(inputs, bound) for bound in ("min", "max", "opt"))
+    run = run_of_example(opt, cost)
     for share in SHARES:
-        sizes = {s: _between(dim, wanted, fraction * share) for s, dim in _symbols(inputs).items()}
+        sizes = {symbol: _between(low[symbol], high[symbol], wanted, fraction * share) for symbol in low}
         if cost(sizes) <= runs * run:
             break
     return sizes
 
 
 def sizes_at(inputs: Sequence[TensorSpec], bound: str) -> dict[str, int]:
-    """The sizes of all symbols at a bound of their ranges: `min`, `opt` or `max`."""
-    return {symbol: int(getattr(dim, bound) or 0) for symbol, dim in _symbols(inputs).items()}
-
-
-def _symbols(inputs: Sequence[TensorSpec]) -> dict[str, DimSpec]:
-    """The range of every symbol alone, in the order in which they appear in the inputs."""
-    symbols: dict[str, DimSpec] = {}
+    """The sizes of all symbols alone at a bound of their ranges, `min`, `opt` or `max`, in the order of the inputs."""
+    sizes: dict[str, int] = {}
     for dim in (dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)):
-        of_symbol = {bound: (getattr(dim, bound) or 0) // dim.factor for bound in ("min", "opt", "max")}
-        symbols.setdefault(dim.symbol, DimSpec(symbol=dim.symbol, **of_symbol))
-    return symbols
+        sizes.setdefault(dim.symbol, (getattr(dim, bound) or 0) // dim.factor)
+    return sizes
 
 
 SHARES = (1, 3 / 4, 1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 12, 1 / 16, 1 / 24, 1 / 32, 1 / 64, 1 / 128, 0)
@@ -275,9 +270,8 @@ def at(inputs: list[TensorSpec], sizes: Mapping[str, int]) -> Case:
     return Case(name="at", sizes={**usual, **sizes}, kind="normal", seed=1)
 
 
-def _between(dim: DimSpec, wanted: Callable[[int], bool], fraction: float) -> int:
-    """The wanted size nearest to `fraction` of the way from min to max; the size there if none is wanted."""
-    low, high = dim.min or 0, dim.max or 0
+def _between(low: int, high: int, wanted: Callable[[int], bool], fraction: float) -> int:
+    """The wanted size nearest to `fraction` of the way from `low` to `high`; the size there if none is wanted."""
     start = round(low + fraction * (high - low))
     nearest = sorted(range(low, high + 1), key=lambda n: abs(n - start)) if high - low < 10_000 else [start]
     return next((n for n in nearest if wanted(n)), start)
@@ -334,33 +328,23 @@ def make_inputs(case: Case, inputs: list[TensorSpec], stored: Mapping[str, Array
         case: the case.
         inputs: the model's inputs.
         stored: the example's inputs by name, and those of real data by :func:`data_key`.
+
+    Raises:
+        UnavailableError: there is too little memory; a manifest may name any sizes.
     """
     if case.kind == "example":
         return {spec.name: stored[spec.name] for spec in inputs}
     if case.kind == "data":
         return {spec.name: stored[data_key(case, spec.name)] for spec in inputs}
-    _check_room(case, inputs)
-    rng = np.random.Generator(np.random.PCG64(case.seed))
-    return {
-        spec.name: np.asarray(rng.uniform(*spec.setting, shape_of(spec, case.sizes))).astype(np.dtype(spec.dtype))
-        if spec.setting is not None and any(other.setting is None for other in inputs)
-        else _drawn(case, spec, rng)
-        for spec in inputs
-    }
-
-
-def _check_room(case: Case, inputs: list[TensorSpec]) -> None:
-    """Check that a case's inputs fit into memory: a manifest may name any sizes.
-
-    Raises:
-        UnavailableError: there is too little memory.
-    """
     needed = sum(math.prod(shape_of(spec, case.sizes)) * np.dtype(spec.dtype).itemsize for spec in inputs)
     if needed > ROOM and (left := available()) is not None and needed > left:
         raise UnavailableError(
             f"the inputs of {case.name} take {needed / 2**30:,.1f} GiB, and this machine has {left / 2**30:,.1f} GiB "
             "available"
         )
+    rng = np.random.Generator(np.random.PCG64(case.seed))
+    all_set = all(spec.setting is not None for spec in inputs)
+    return {spec.name: _drawn(case, spec, rng, all_set) for spec in inputs}
 
 
 def data_key(case: Case, name: str) -> str:
@@ -373,37 +357,36 @@ def labels_key(case: Case) -> str:
     return f"labels/{case.name}"
 
 
-def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator) -> Array:
-    """One input of a case with random inputs."""
+def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator, all_set: bool) -> Array:
+    """One input of a case with random inputs; `all_set` if all inputs are settings."""
     shape, dtype = shape_of(spec, case.sizes), np.dtype(spec.dtype)
+    if spec.setting is not None and not all_set:
+        return np.asarray(rng.uniform(*spec.setting, shape)).astype(dtype)
     if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks not in ("random", "infinite")):
         mask = _mask(case.masks, shape, rng)
         return (mask if spec.excludes is None else np.where(mask, 0.0, float(spec.excludes))).astype(dtype)
-    return (_drawn_numbers if _is_floating(spec) else _drawn_integers)(case, spec, shape, dtype, rng)
+    return (_drawn_numbers if _is_floating(spec) else _drawn_integers)(case, spec, shape, rng).astype(dtype)
 
 
-def _drawn_integers(
-    case: Case, spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator
-) -> Array:
+def _drawn_integers(case: Case, spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     low, high = spec.low or 0, max(spec.high or 0, case.reach or 0 if _is_number(spec) else 0)
     most = high if case.most is None else min(high, case.most)
     if case.kind in ("zeros", "large") and _is_number(spec):
-        largest = min(case.most or LARGEST_INTEGER, int(np.iinfo(dtype).max)) if case.kind == "large" else 0
+        largest = min(case.most or LARGEST_INTEGER, int(np.iinfo(spec.dtype).max)) if case.kind == "large" else 0
         numbers = rng.permutation(np.maximum(largest - np.arange(math.prod(shape)) % 4, 0)).reshape(shape)
-        return np.asarray(numbers * rng.choice([-1, 1] if low < 0 else [1], shape)).astype(dtype)
+        return np.asarray(numbers * rng.choice([-1, 1] if low < 0 else [1], shape))
     numbers = np.asarray(rng.integers(min(low, most), most, shape, endpoint=True))
     if most > (spec.high or 0) and numbers.size:
         numbers.reshape(-1)[rng.integers(numbers.size)] = most
-    return numbers.astype(dtype)
+    return numbers
 
 
-def _drawn_numbers(
-    case: Case, spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator
-) -> Array:
+def _drawn_numbers(case: Case, spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     if case.kind == "constant":
-        return np.ones(shape, dtype)
+        return np.ones(shape)
     if case.kind == "uniform":
-        return np.asarray(rng.uniform(-1, 1, shape)).astype(dtype)
+        return np.asarray(rng.uniform(-1, 1, shape))
+    dtype = np.dtype(spec.dtype)
     limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     factor = {"denormal": case.scale * float(limits.smallest_normal) / 4, "scaled": case.scale}.get(case.kind, 1.0)
     normal = np.asarray(factor * rng.standard_normal(shape, np.float32))

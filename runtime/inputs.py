@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from attnforge.arrays import Array, is_torch, on_gpu, to_numpy
-from attnforge.bundle import DimSpec, TensorSpec
+from attnforge.bundle import TensorSpec
 from attnforge.errors import InputError, UsageError, shortened
 from attnforge.text import check_no_input
 
@@ -157,36 +157,29 @@ def check_index(name: str, array: Array, low: int, high: int) -> None:
 
 
 def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str, tuple[int, str]]) -> None:
+    label = f"input {spec.name!r}"
     if dtype.name != spec.dtype:
-        raise InputError(f"input {spec.name!r} is {dtype.name}; the model takes {spec.text()}: convert it first")
+        raise InputError(f"{label} is {dtype.name}; the model takes {spec.text()}: convert it first")
     if len(shape) != len(spec.dims):
-        raise InputError(f"input {spec.name!r} has {len(shape)} dims {shape}; the model takes {spec.text()}")
+        raise InputError(f"{label} has {len(shape)} dims {shape}; the model takes {spec.text()}")
     for i, (size, dim) in enumerate(zip(shape, spec.dims, strict=True)):
         if isinstance(dim, int):
             if size != dim:
-                raise InputError(f"dim {i} of input {spec.name!r} is {size}; the model takes {dim}: {spec.text()}")
+                raise InputError(f"dim {i} of {label} is {size}; the model takes {dim}: {spec.text()}")
             continue
-        _check_dim(spec, i, size, dim)
+        assert dim.min is not None and dim.max is not None
+        if not dim.min <= size <= dim.max:
+            is_usual = size > dim.max and dim.symbol in ("batch", "tokens")
+            of_names = f" (or -o max_{dim.symbol}=… for hf: models)" if is_usual else ""
+            raise InputError(
+                f"dim {i} of {label} ({dim.text}) is {size}; the profile takes {dim.min} to {dim.max}: deploy again "
+                f"with a wider torch.export.Dim{of_names}"
+            )
+        if size % dim.factor:
+            raise InputError(f"dim {i} of {label} is {size}; it must be a multiple of {dim.factor} ({dim.text})")
         count, earlier = seen.setdefault(dim.symbol, (size // dim.factor, spec.name))
         if count * dim.factor != size:
-            raise InputError(
-                f"{dim.symbol} is {count} in input {earlier!r} and {size // dim.factor} in input {spec.name!r}"
-            )
-
-
-def _check_dim(spec: TensorSpec, i: int, size: int, dim: DimSpec) -> None:
-    assert dim.min is not None and dim.max is not None
-    if not dim.min <= size <= dim.max:
-        is_usual = size > dim.max and dim.symbol in ("batch", "tokens")
-        of_names = f" (or -o max_{dim.symbol}=… for hf: models)" if is_usual else ""
-        raise InputError(
-            f"dim {i} of input {spec.name!r} ({dim.text}) is {size}; the profile takes {dim.min} to {dim.max}: "
-            f"deploy again with a wider torch.export.Dim{of_names}"
-        )
-    if size % dim.factor:
-        raise InputError(
-            f"dim {i} of input {spec.name!r} is {size}; it must be a multiple of {dim.factor} ({dim.text})"
-        )
+            raise InputError(f"{dim.symbol} is {count} in input {earlier!r} and {size // dim.factor} in {label}")
 
 
 # --- outputs in the caller's arrays -----------------------------------------------------------------------------------
@@ -226,22 +219,19 @@ def writable(
     Raises:
         InputError: the array's shape or dtype differs from the output's, or the output cannot be written to its memory.
     """
-    array = value if type(value) is np.ndarray else _same_memory(spec, value)
+    label = target_text(spec)
+    if on_gpu(value):
+        raise InputError(f"{label} is on a GPU, and the inputs are not; give one on the host")
+    if is_torch(value) and (value.requires_grad or value.is_neg() or not value.is_contiguous()):
+        raise InputError(f"{label} is strided, or requires a gradient; give a contiguous one that does not")
+    array = value if type(value) is np.ndarray else to_numpy(spec.name, value)
     check_out(spec, array.shape, array.dtype, shape)
     if not (array.flags.carray or (strided and array.flags.writeable)):
-        raise InputError(f"{target_text(spec)} is strided or read-only; give a contiguous one that can be written to")
+        raise InputError(f"{label} is strided or read-only; give a contiguous one that can be written to")
     for other in others:
         if np.may_share_memory(array, other):
-            raise InputError(f"{target_text(spec)} shares memory with an input or another output; give one of its own")
+            raise InputError(f"{label} shares memory with an input or another output; give one of its own")
     return array
-
-
-def _same_memory(spec: TensorSpec, value: Any) -> Array:
-    if on_gpu(value):
-        raise InputError(f"{target_text(spec)} is on a GPU, and the inputs are not; give one on the host")
-    if is_torch(value) and (value.requires_grad or value.is_neg() or not value.is_contiguous()):
-        raise InputError(f"{target_text(spec)} is strided, or requires a gradient; give a contiguous one that does not")
-    return to_numpy(spec.name, value)
 
 
 def target_text(spec: TensorSpec) -> str:

@@ -338,17 +338,6 @@ class Session:
 
     # ---
 
-    def _after_fork(self) -> None:
-        """Start without threads: a forked child has none of its parent's threads, and would wait for them."""
-        self._lock, self._threads = threading.Lock(), None
-
-    def _on(self, device: int) -> Session:
-        """The session itself, unless a CUDA device was asked for and its backend runs on the CPU."""
-        if device and self.backend not in ON_GPU:
-            self.close()
-            raise UsageError(f"device is {device}, and {self.backend} runs on the CPU; leave it out, or name a backend")
-        return self
-
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"this session of {self.bundle.manifest.name} is closed; load the bundle again")
@@ -402,10 +391,8 @@ class Session:
         unchanged."""
         try:
             return self._backend.run(arrays, shapes, targets)
-        except (AttnforgeError, MemoryError):
-            raise
         except Exception as error:
-            if self.backend == "eager":
+            if self.backend == "eager" or isinstance(error, AttnforgeError | MemoryError):
                 raise
             raise RunError(f"{self.backend} cannot run {self.bundle.manifest.name}: {first_line(error)}") from error
 
@@ -426,8 +413,9 @@ _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    """Start without threads: a forked child has none of its parent's threads, and would wait for them."""
     for session in list(_SESSIONS):
-        session._after_fork()
+        session._lock, session._threads = threading.Lock(), None
 
 
 if hasattr(os, "register_at_fork"):
@@ -485,8 +473,8 @@ def load(
     options = Options(threads, whole("device", device), contexts, graphs, cache)
     for _ in range(0 if isinstance(bundle, Bundle) else TRIES - 1):
         with suppress(ReplacedError):  # the next attempt reads the new one
-            return _loaded(bundle, backend, module, options, trusted)._on(device)
-    return _loaded(bundle, backend, module, options, trusted)._on(device)
+            return _loaded(bundle, backend, module, options, trusted)
+    return _loaded(bundle, backend, module, options, trusted)
 
 
 TRIES = 5
@@ -497,16 +485,23 @@ def _loaded(
     bundle: str | os.PathLike[str] | Bundle, backend: str, module: Any, options: Options, trusted: Trusted
 ) -> Session:
     opened = open_bundle(bundle, lazily=True, trusted=trusted)
-    if backend == "eager":
-        return Session(opened, _eager(opened, module), options)
-    if (doubt := opened.manifest.doubt) is not None:
+    if (doubt := opened.manifest.doubt) is not None and backend != "eager":
         if backend == "auto":
             raise UnavailableError(f"{doubt}; deploy it again, or name a backend to load it anyway")
         log.warning("%s", doubt)
-    # Only the order of preference queries CUDA for its devices, and so initialises it in this process, which must not
-    # fork after that.
-    named = [name for name, row in REGISTRY.items() if backend in (name, row.family)]  # none for `auto`
-    return Session(opened, open_first(opened, named or by_preference(opened), options, named=bool(named)), options)
+    if backend == "eager":
+        runner = _eager(opened, module)
+    else:
+        # Only the order of preference queries CUDA for its devices, and so initialises it in this process, which must
+        # not fork after that.
+        named = [name for name, row in REGISTRY.items() if backend in (name, row.family)]  # none for `auto`
+        runner = open_first(opened, named or by_preference(opened), options, named=bool(named))
+    if options.device and runner.name not in ON_GPU:
+        runner.close()
+        raise UsageError(
+            f"device is {options.device}, and {runner.name} runs on the CPU; leave it out, or name a backend"
+        )
+    return Session(opened, runner, options)
 
 
 def _eager(bundle: Bundle, module: Any) -> Backend:

@@ -31,10 +31,14 @@ def why_unavailable(bundle: Bundle, backend: str, device: int = 0) -> str | None
             "the bundle has no step for CUDA: an earlier version deployed it, or its caches are in 8 bits; deploy it "
             "again without --cache-precision"
         )
-    if backend not in FLAVOURS:
-        return _no_model(bundle, backend)
-    plan = _plan(bundle, backend, device)
-    return plan if isinstance(plan, str) else None
+    if backend in FLAVOURS:
+        plan = _plan(bundle, backend, device)
+        return plan if isinstance(plan, str) else None
+    try:
+        REGISTRY[backend].model(bundle.manifest)
+    except UnavailableError as error:
+        return str(error)
+    return why_not_here(backend)
 
 
 def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None:
@@ -45,12 +49,12 @@ def why_not_unasked(bundle: Bundle, backend: str, device: int = 0) -> str | None
     """
     if (reason := why_unavailable(bundle, backend, device)) is not None:
         return reason
-    if backend in OUTSIDE:
-        return None if bundle.trusted or not OUTSIDE[backend].runs_code else FOREIGN.format(backend)
+    if backend in OUTSIDE and OUTSIDE[backend].runs_code and not bundle.trusted:
+        return FOREIGN.format(backend)
     if backend not in FLAVOURS:
         return None
     plan = _plan(bundle, backend, device)
-    return plan if isinstance(plan, str) else None if is_trusted_plan(bundle, plan) else STRANGERS.format(backend)
+    return None if isinstance(plan, Engine) and is_trusted_plan(bundle, plan) else STRANGERS.format(backend)
 
 
 def why_not_here(backend: str) -> str | None:
@@ -83,7 +87,7 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
     reasons: dict[str, str] = {}
     for candidate in candidates:
         reason = (why_unavailable if named else why_not_unasked)(bundle, candidate, options.device)
-        if reason is not None and reason == STRANGERS.format(candidate):
+        if reason == STRANGERS.format(candidate):
             log.warning("%s is not loaded on %s: %s", bundle.path, candidate, reason)
         if reason is None:
             try:
@@ -206,28 +210,21 @@ def too_old(library: str, version: str) -> str | None:
 def _no_onnxruntime(backend: str) -> str | None:
     import onnxruntime as ort
 
-    return too_old("onnxruntime", ort.__version__)
-
-
-def _no_provider(backend: str) -> str | None:
-    import onnxruntime as ort
-
-    if (reason := too_old("onnxruntime", ort.__version__)) is not None:
+    provider = REGISTRY[backend].provider
+    if (reason := too_old("onnxruntime", ort.__version__)) is not None or not provider:
         return reason
-    if (provider := REGISTRY[backend].provider) not in ort.get_available_providers():
+    if provider not in ort.get_available_providers():
         return f"this onnxruntime has no {provider}; pip install onnxruntime-gpu"
-    return NO_DRIVER if cuda_devices() == 0 else None
-
-
-def _no_tensorrt_provider(backend: str) -> str | None:
-    if (reason := _no_provider(backend)) is not None:
-        return reason
-    with suppress(ImportError):
-        importlib.import_module("tensorrt")  # whose wheel includes the library
-    try:
-        ctypes.CDLL("libnvinfer.so.10")
-    except OSError:
-        return "its provider needs TensorRT 10's library libnvinfer.so.10, which is missing; pip install 'tensorrt<11'"
+    if cuda_devices() == 0:
+        return NO_DRIVER
+    if provider != CUDA_PROVIDER:
+        with suppress(ImportError):
+            importlib.import_module("tensorrt")  # whose wheel includes the library
+        try:
+            ctypes.CDLL("libnvinfer.so.10")
+        except OSError:
+            needed = "its provider needs TensorRT 10's library libnvinfer.so.10"
+            return f"{needed}, which is missing; pip install 'tensorrt<11'"
     return None
 
 
@@ -268,14 +265,6 @@ def _plan(bundle: Bundle, backend: str, device: int) -> Engine | str:
     return engine_for(engines, version, compute_capability(device))
 
 
-def _no_model(bundle: Bundle, backend: str) -> str | None:
-    try:
-        REGISTRY[backend].model(bundle.manifest)
-    except UnavailableError as error:
-        return str(error)
-    return why_not_here(backend)
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 ORT = ("onnxruntime", "onnxruntime-gpu")
@@ -289,12 +278,12 @@ REGISTRY = {
         ),
         Registered(
             "onnxruntime-tensorrt", "onnxruntime", (*ORT, "tensorrt"), "onnxruntime_gpu:OnnxRuntimeGpu",
-            _no_tensorrt_provider, FLAVOURS, on_gpu=True, provider="TensorrtExecutionProvider",
+            _no_onnxruntime, FLAVOURS, on_gpu=True, provider="TensorrtExecutionProvider",
             uncertified="its provider compiles when a session first runs, so nothing was counted",
         ),
         Registered(
-            "onnxruntime-cuda", "onnxruntime", ORT, "onnxruntime_gpu:OnnxRuntimeGpu", _no_provider, ("onnxruntime",),
-            on_gpu=True, provider=CUDA_PROVIDER, steps=True,
+            "onnxruntime-cuda", "onnxruntime", ORT, "onnxruntime_gpu:OnnxRuntimeGpu", _no_onnxruntime,
+            ("onnxruntime",), on_gpu=True, provider=CUDA_PROVIDER, steps=True,
             uncertified="ONNX Runtime's fused sites were counted on the CPU, not for its CUDA provider",
         ),
         Registered(
