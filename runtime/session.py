@@ -89,7 +89,7 @@ class Session:
         self._closed = False
         self._names = [spec.name for spec in self.outputs]
         self._shapes = functools.lru_cache(SHAPES_KEPT)(functools.partial(inputs.shapes_of, self.inputs, self.outputs))
-        self._indices = [(i, spec.name, *spec.index) for i, spec in enumerate(self.inputs) if spec.index is not None]
+        self._indices = [(spec.name, *spec.index) for spec in self.inputs if spec.index is not None]
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         _SESSIONS.add(self)
@@ -356,41 +356,38 @@ class Session:
                 if self.backend in ON_GPU
                 else f"a CUDA stream was given, and {self.backend} runs on the CPU; leave it out"
             )
-        arrays = [inputs.on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)]
-        shapes = self._shapes(*[(array.shape, array.dtype) for array in arrays])
-        for i, name, low, high in self._indices:
-            inputs.check_index(name, arrays[i], low, high)
-        as_torch = not plain and any(is_torch(value) for value in values)
-        if out is not None:
-            return self._into(out, arrays, shapes, as_torch)
-        results = self._computed(arrays, shapes)
-        return [to_torch(array) for array in results] if as_torch else results
+        feeds = {spec.name: inputs.on_host(spec, value) for spec, value in zip(self.inputs, values, strict=True)}
+        shapes = self._shapes(*[(array.shape, array.dtype) for array in feeds.values()])
+        for name, low, high in self._indices:
+            inputs.check_index(name, feeds[name], low, high)
+        results: list[Any] = self._into(out, feeds, shapes) if out is not None else self._computed(feeds, shapes, {})
+        if not plain and any(is_torch(value) for value in values):
+            results = [to_torch(array) for array in results]
+        if out is None:
+            return results
+        return [out.get(name, array) for name, array in zip(self._names, results, strict=True)]
 
-    def _into(self, out: Mapping[str, Any], arrays: list[Array], shapes: inputs.Shapes, as_torch: bool) -> list[Any]:
+    def _into(self, out: Mapping[str, Any], feeds: dict[str, Array], shapes: inputs.Shapes) -> list[Array]:
         """Run on the host, and write outputs to the caller's arrays, if any."""
         self._check_names(out)
-        targets: list[Array | None] = []
+        targets: dict[str, Array] = {}
         for spec, shape in zip(self.outputs, shapes.outputs, strict=True):
-            others = [*arrays, *(target for target in targets if target is not None)]
-            targets.append(inputs.writable(spec, out[spec.name], shape, others) if spec.name in out else None)
-        results = self._computed(arrays, shapes, targets)
-        for spec, target, array in zip(self.outputs, targets, results, strict=True):
-            if target is not None and target is not array:
+            if spec.name in out:
+                others = (*feeds.values(), *targets.values())
+                targets[spec.name] = inputs.writable(spec, out[spec.name], shape, others)
+        results = self._computed(feeds, shapes, targets)
+        for spec, array in zip(self.outputs, results, strict=True):
+            if (target := targets.get(spec.name, array)) is not array:
                 if target.shape != array.shape:  # the inputs' sizes did not determine the output's shape
                     inputs.check_out(spec, target.shape, target.dtype, array.shape)
                 np.copyto(target, array)
-        return [
-            out[name] if name in out else to_torch(array) if as_torch else array
-            for name, array in zip(self._names, results, strict=True)
-        ]
+        return results
 
-    def _computed(
-        self, arrays: list[Array], shapes: inputs.Shapes, targets: Sequence[Array | None] | None = None
-    ) -> list[Array]:
+    def _computed(self, feeds: dict[str, Array], shapes: inputs.Shapes, targets: Mapping[str, Array]) -> list[Array]:
         """Run the backend; any error of its library becomes a RunError. A torch module's own errors are raised
         unchanged."""
         try:
-            return self._backend.run(arrays, shapes, targets)
+            return self._backend.run(feeds, shapes, targets)
         except Exception as error:
             if self.backend == "eager" or isinstance(error, AttnforgeError | MemoryError):
                 raise

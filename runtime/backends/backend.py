@@ -45,25 +45,22 @@ class Backend(Protocol):
 
     Attributes:
         name: name of the backend.
+        gpu: the device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too. None on
+            the CPU.
     """
 
     name: str
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The device that it computes on; such a backend is a :class:`~attnforge.runtime.gpu.GpuBackend` too. None on
-        the CPU."""
-        return None
+    gpu: Gpu | None = None
 
     @abstractmethod
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        """The model's outputs for host arrays, both in the order of the manifest.
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
+        """The model's outputs for host arrays, in the order of the manifest.
 
         Args:
-            arrays: the inputs, contiguous, of the manifest's dtypes.
+            feeds: the inputs by name, in the order of the manifest, contiguous and of its dtypes.
             shapes: shapes of inputs and outputs; an output's shape is None if the inputs' sizes do not determine it.
-            out: for each output, an array that the backend may write it to, or None. The backend returns a new array if
-                it does not write there, and if `shapes` does not have the output's shape.
+            out: arrays that the backend may write outputs to, by name. It returns a new array for an output that it
+                does not write there, and if `shapes` does not have the output's shape.
         """
 
     @abstractmethod
@@ -232,15 +229,15 @@ class Outside(Backend):
     def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
         assert row.target is not None
         self.name, manifest = row.name, bundle.manifest
-        self._inputs, self._outputs = [spec.name for spec in manifest.graph_inputs], manifest.graph_outputs
+        self._outputs = manifest.graph_outputs
         with bundle.steady():
             file = bundle.file(row.model(manifest))
             with raised_as(UnavailableError, f"{row.name} cannot open {file}"):
                 self._run = row.target.open(file, options.threads)
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
         with raised_as(RunError, f"{self.name} failed"):
-            results = self._run(dict(zip(self._inputs, arrays, strict=True)))
+            results = self._run(feeds)
         return [
             self._checked(spec, results.get(spec.name), shape)
             for spec, shape in zip(self._outputs, shapes.outputs, strict=True)

@@ -63,6 +63,7 @@ def refusals(model: str) -> AbstractContextManager[None]:
 class WithSession:
     """A backend's session of ONNX Runtime, until it is closed."""
 
+    gpu: Any
     _session: Any
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
@@ -73,6 +74,32 @@ class WithSession:
         if self._session is None:
             raise UsageError("the session was closed; load the bundle again")
         return self._session
+
+    def _binding(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        """A binding of arrays on the host or rows on the device, without copies, for one thread.
+
+        Args:
+            inputs: inputs by name.
+            outputs: outputs by name; None for memory that ONNX Runtime allocates.
+        """
+        binding = self._open().io_binding()
+        for name, value in inputs.items():
+            if isinstance(value, np.ndarray):
+                bind_host_input(binding, name, value)
+            else:
+                binding.bind_input(name, *self._location(value))
+        for name, value in outputs.items():
+            if isinstance(value, np.ndarray):
+                binding.bind_ortvalue_output(name, host_value(value))
+            else:
+                binding.bind_output(name, *(() if value is None else self._location(value)))
+        return binding
+
+    def _location(self, value: Any) -> tuple[Any, ...]:
+        """Where rows on the device are, and what they are."""
+        dtype = np.dtype(value.dtype)
+        kind = BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type
+        return "cuda", self.gpu.ordinal, kind, list(value.shape), value.ptr
 
 
 class OnnxRuntime(WithSession, Backend):
@@ -99,32 +126,29 @@ class OnnxRuntime(WithSession, Backend):
         settings: SessionSettings | None = None,
     ) -> None:
         self.name = name
-        self._session = ort.InferenceSession(
-            given(model), session_options(threads, settings), providers=["CPUExecutionProvider"]
-        )
+        self._session = ort.InferenceSession(model, session_options(threads, settings), ["CPUExecutionProvider"])
         _check_dims(self._session, (*inputs, *outputs))
-        self._inputs = [spec.name for spec in inputs]
+
         self._outputs = [spec.name for spec in outputs]
         self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         self._weights = weights_of(model)
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
         session = self._open()  # another thread may have closed it since this call began
-        feeds = dict(zip(self._inputs, arrays, strict=True))
-        small = out is None or sum([array.nbytes for array in out if array is not None]) <= COPIED
+
+        small = sum([array.nbytes for array in out.values()]) <= COPIED
         if small and not self._has_bfloat16:
             results: list[Array] = session.run(self._outputs, feeds)
             return results  # in ONNX Runtime's memory, which it frees when the arrays are gone
-        binding = session.io_binding()  # a new one for each call: bindings are cheap, and threads must not share one
-        targets = [
-            array if shape is not None else None  # ONNX Runtime refuses memory of another shape with its own message
-            for array, shape in zip(out or [None] * len(self._outputs), shapes.outputs, strict=True)
-        ]
-        bind_host(binding, feeds, dict(zip(self._outputs, targets, strict=True)))
+        targets = {  # ONNX Runtime refuses memory of another shape with its own message
+            name: out.get(name) if shape is not None else None
+            for name, shape in zip(self._outputs, shapes.outputs, strict=True)
+        }
+        binding = self._binding(feeds, targets)  # bindings are cheap
         session.run_with_iobinding(binding)
         return [
             copied(value) if target is None else target
-            for target, value in zip(targets, binding.get_outputs(), strict=True)
+            for target, value in zip(targets.values(), binding.get_outputs(), strict=True)
         ]
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
@@ -134,8 +158,7 @@ class OnnxRuntime(WithSession, Backend):
             inputs: inputs by name.
             outputs: outputs by name, with the shapes that follow from the inputs.
         """
-        binding = self._open().io_binding()
-        bind_host(binding, inputs, outputs)
+        binding = self._binding(inputs, outputs)
         kept = (inputs, outputs)  # the binding only has addresses
 
         def run() -> None:
@@ -191,11 +214,6 @@ def session_options(threads: int | None = None, settings: SessionSettings | None
     return options
 
 
-def given(model: Path | bytes) -> str | bytes:
-    """A model in the form that libraries accept: its content, or the name of its file."""
-    return model if isinstance(model, bytes) else str(model)
-
-
 def weights_of(file: Path | bytes) -> int:
     """Bytes of a model: its graph, which is nearly all weights, and the file of shared weights next to it, if there is
     one, which may contain weights of other graphs, too."""
@@ -203,23 +221,6 @@ def weights_of(file: Path | bytes) -> int:
         return len(file)
     shelf = file.with_name(WEIGHTS)
     return file.stat().st_size + (shelf.stat().st_size if shelf.exists() else 0)
-
-
-def bind_host(binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array | None]) -> None:
-    """Bind arrays on the host, without copies.
-
-    Args:
-        binding: ONNX Runtime's I/O binding.
-        inputs: inputs by name.
-        outputs: outputs by name; None for memory that ONNX Runtime allocates.
-    """
-    for name, array in inputs.items():
-        bind_host_input(binding, name, array)
-    for name, target in outputs.items():
-        if target is None:
-            binding.bind_output(name)
-        else:
-            binding.bind_ortvalue_output(name, host_value(target))
 
 
 def bind_host_input(binding: Any, name: str, array: Array) -> None:

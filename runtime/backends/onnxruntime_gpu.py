@@ -14,20 +14,11 @@ from cuda.core import Event, Stream
 from cuda.core.utils import StridedMemoryView
 
 from attnforge import cache
-from attnforge.arrays import BFLOAT16, Array
+from attnforge.arrays import Array
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UsageError
 from attnforge.runtime.backends.backend import Registered
-from attnforge.runtime.backends.onnxruntime import (
-    BFLOAT16_ONNX,
-    WithSession,
-    bind_host_input,
-    given,
-    host_value,
-    refusals,
-    session_options,
-    weights_of,
-)
+from attnforge.runtime.backends.onnxruntime import WithSession, bind_host_input, refusals, session_options, weights_of
 from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.decoding.device_cache import DeviceCache, Rows
 from attnforge.runtime.gpu import DeviceOutputs, Feed, Gpu, bytes_of
@@ -78,22 +69,21 @@ class OnnxRuntimeGpu(WithSession):
             # a separate stream: while ONNX Runtime captures a graph on it, nothing else may use it
             self._stream: Stream = self.gpu.device.create_stream()
             providers = provider_options(bundle, row.name, options, int(self._stream.handle))
-            self._session = ort.InferenceSession(
-                given(bundle.model(file)),
-                session_options(options.threads),
-                providers=[*providers, "CPUExecutionProvider"],
-            )
+            model, settings = bundle.model(file), session_options(options.threads)
+            self._session = ort.InferenceSession(model, settings, [*providers, "CPUExecutionProvider"])
         if row.provider not in self._session.get_providers():
             raise UnavailableError(
                 f"ONNX Runtime could not start its {row.provider}; its log says which library is missing"
             )
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
         with self._lock, self.gpu.current():
-            every = zip(self._outputs, self.output_shapes(shapes), out or [None] * len(self._outputs), strict=True)
-            results = [np.empty(shape, spec.dtype) if to is None else to for spec, shape, to in every]
-            self._execute(self._binding(_named(self._inputs, arrays), _named(self._outputs, results)), NO_GRAPH)
-        return results
+            results = {
+                spec.name: out[spec.name] if spec.name in out else np.empty(shape, spec.dtype)
+                for spec, shape in zip(self._outputs, self.output_shapes(shapes), strict=True)
+            }
+            self._execute(self._binding(feeds, results), NO_GRAPH)
+        return list(results.values())
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
@@ -167,21 +157,6 @@ class OnnxRuntimeGpu(WithSession):
 
     # ---
 
-    def _binding(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        """A binding of arrays on the host, or on the device, which are not copied."""
-        binding = self._open().io_binding()
-        for name, value in inputs.items():
-            if isinstance(value, np.ndarray):
-                bind_host_input(binding, name, value)
-            else:
-                binding.bind_input(name, *self._location(value))
-        for name, value in outputs.items():
-            if isinstance(value, np.ndarray):
-                binding.bind_ortvalue_output(name, host_value(value))
-            else:
-                binding.bind_output(name, *self._location(value))
-        return binding
-
     def _execute(self, binding: Any, graph: str, wait: bool = True) -> None:
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", graph)
@@ -218,11 +193,6 @@ class OnnxRuntimeGpu(WithSession):
         binding = self._binding(_named(self._inputs, inputs), _named(self._outputs, outputs))
         static = self._static[shapes.inputs] = _Static(str(len(self._static) + 1), binding, inputs, outputs)
         return static
-
-    def _location(self, value: StridedMemoryView | Rows) -> tuple[Any, ...]:
-        dtype = np.dtype(value.dtype)
-        kind = BFLOAT16_ONNX if dtype == BFLOAT16 else dtype.type
-        return "cuda", self.gpu.ordinal, kind, list(value.shape), value.ptr
 
 
 def _named(specs: Sequence[TensorSpec], values: Sequence[Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from attnforge.errors import InputError, UnavailableError, UsageError, first_lin
 from attnforge.machine import cpu_quota, processors
 from attnforge.memory import available
 from attnforge.runtime.backends.backend import OPENVINO_TYPES, Backend, Registered
-from attnforge.runtime.backends.onnxruntime import given
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
 from attnforge.runtime.cases import shape_of, sizes_at
@@ -116,32 +115,31 @@ class OpenVino(Backend):
         else:
             self._run_once(self._general)
 
-    def _check_integers(self, arrays: Sequence[Array]) -> None:
+    def _check_integers(self, feeds: Mapping[str, Array]) -> None:
         """Check that integers fit into the 32 bits in which OpenVINO computes all of them; indices into a table are
         checked already.
 
         Raises:
             InputError: one does not fit.
         """
-        for spec, array in zip(self._inputs, arrays, strict=True):
-            if spec.dtype in WIDE and spec.index is None and array.size:
-                for number in (int(array.min()), int(array.max())):
+        for spec in self._inputs:
+            if spec.dtype in WIDE and spec.index is None and feeds[spec.name].size:
+                for number in (int(feeds[spec.name].min()), int(feeds[spec.name].max())):
                     if not -(2**31) <= number < 2**31:
                         raise InputError(
                             f"input {spec.name!r} has {number}, and OpenVINO computes {spec.dtype} in 32 bits; load "
                             "the bundle on onnxruntime-cpu"
                         )
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        self._check_integers(arrays)
-        compiled = self._for_shapes(tuple(array.shape for array in arrays)) or self._compiled()
-        targets = [
-            None if shape is None else target if target is not None else self._results.empty(shape, spec.dtype)
-            for spec, shape, target in zip(
-                self._outputs, shapes.outputs, out or [None] * len(self._outputs), strict=True
-            )
-        ]
-        return compiled.run(arrays, targets)
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
+        self._check_integers(feeds)
+        compiled = self._for_shapes(shapes.inputs) or self._compiled()
+        targets = {
+            spec.name: out[spec.name] if spec.name in out else self._results.empty(shape, spec.dtype)
+            for spec, shape in zip(self._outputs, shapes.outputs, strict=True)
+            if shape is not None
+        }
+        return compiled.run(feeds, targets)
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
         """Bind a run from some arrays to others, see :class:`~attnforge.runtime.decoding.decoder.Stepping`."""
@@ -203,8 +201,8 @@ class OpenVino(Backend):
     def _read(self, file: Path | bytes) -> Any:
         """The graph; for a step, one that returns only the new rows of caches."""
         if self._decoding is None:
-            return self._core.read_model(given(file))
-        return read_step(openvino.Core(), given(file))
+            return self._core.read_model(file)
+        return read_step(openvino.Core(), file)
 
     def _run_once(self, compiled: _Compiled) -> None:
         """Run the model for all shapes with every size that may be two set to two, others to the nearest allowed.
@@ -214,9 +212,9 @@ class OpenVino(Backend):
         """
         low, high = (sizes_at(self._inputs, bound) for bound in ("min", "max"))
         sizes = {symbol: min(max(2, low[symbol]), high[symbol]) for symbol in low}
-        arrays = [np.full(shape_of(spec, sizes), spec.low or 1, spec.dtype) for spec in self._inputs]
+        feeds = {spec.name: np.full(shape_of(spec, sizes), spec.low or 1, spec.dtype) for spec in self._inputs}
         try:
-            compiled.run(arrays, [None] * len(self._outputs))
+            compiled.run(feeds, {})
         except RuntimeError as error:  # it may run at other sizes
             log.warning("OpenVINO cannot run the model with every dim set to two: %s", first_line(error))
 
@@ -249,48 +247,41 @@ class OpenVino(Backend):
     def _compile(self, model: Any) -> _Compiled:
         swaps_apart(model)
         compiled = self._core.compile_model(model, "CPU", self._properties)
-        names = [spec.name for spec in self._inputs], [spec.name for spec in self._outputs]
-        return _Compiled(compiled, names[0], names[1], self._contexts)
+        return _Compiled(compiled, [spec.name for spec in self._outputs], self._contexts)
 
 
 class _Compiled:
     """A compiled model, and the pool of OpenVINO's requests that run it."""
 
-    def __init__(self, compiled: Any, inputs: Sequence[str], outputs: Sequence[str], contexts: int) -> None:
-        self._inputs, self._outputs = inputs, outputs
+    def __init__(self, compiled: Any, outputs: Sequence[str], contexts: int) -> None:
+        self._outputs = outputs
         self._new_request: Callable[[], Any] = compiled.create_infer_request
         self.requests: Pool[Any] = Pool(self._new_request, contexts)
         self._taken = {name for port in compiled.inputs for name in port.get_names()}  # it may drop unused inputs
 
-    def run(self, arrays: Sequence[Array], targets: Sequence[Array | None]) -> list[Array]:
-        # OpenVINO refuses memory that is not writable, and keeps no reference to an array that it reads: this list does
-        arrays = [array if array.flags.writeable else array.copy() for array in arrays]
+    def run(self, feeds: Mapping[str, Array], targets: Mapping[str, Array]) -> list[Array]:
+        # OpenVINO refuses memory that is not writable, and keeps no reference to an array that it reads: `feeds` does
+        feeds = {name: array if array.flags.writeable else array.copy() for name, array in feeds.items()}
         with self.requests.borrow() as request:
-            for name, array in zip(self._inputs, arrays, strict=True):
-                if name in self._taken:
-                    request.set_tensor(name, self._tensor(array))
-            for name, target in zip(self._outputs, targets, strict=True):
-                if target is not None:
-                    request.set_tensor(name, self._tensor(target))
+            self._bind(request, {name: feeds[name] for name in feeds if name in self._taken} | {**targets})
             request.infer()
-            return [
-                _copied(request.get_tensor(name)) if target is None else target
-                for name, target in zip(self._outputs, targets, strict=True)
-            ]
+            return [targets[name] if name in targets else _copied(request.get_tensor(name)) for name in self._outputs]
 
     def bound(self, arrays: Mapping[str, Array]) -> Callable[[], object]:
         """Bind a run from and to arrays, in a separate request."""
         request = self._new_request()
-        for name, array in arrays.items():
-            request.set_tensor(name, self._tensor(array))
+        self._bind(request, arrays)
         infer: Callable[[], object] = request.infer
         return infer
 
-    def _tensor(self, array: Array) -> Any:
-        """A tensor on the array's memory, which must be writable."""
-        if array.dtype == BFLOAT16:
-            return openvino.Tensor(array.view(np.uint16), list(array.shape), openvino.Type.bf16)
-        return openvino.Tensor(array, shared_memory=True)
+    def _bind(self, request: Any, arrays: Mapping[str, Array]) -> None:
+        """Make a request read and write the memory of arrays, which must be writable."""
+        for name, array in arrays.items():
+            if array.dtype == BFLOAT16:
+                tensor = openvino.Tensor(array.view(np.uint16), list(array.shape), openvino.Type.bf16)
+            else:
+                tensor = openvino.Tensor(array, shared_memory=True)
+            request.set_tensor(name, tensor)
 
 
 def _copied(tensor: Any) -> Array:

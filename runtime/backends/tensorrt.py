@@ -17,7 +17,7 @@ import importlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from math import prod
 from types import ModuleType
@@ -140,11 +140,11 @@ class TensorRT:
 
     # --- running
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
         with self.gpu.current(), self._lanes.borrow() as lane:
-            results = lane.run(arrays, shapes, self.output_shapes(shapes))
-            targets = zip(results, out or [None] * len(results), strict=True)
-            copies = [np.empty_like(result) if target is None else target for result, target in targets]
+            results = lane.run(feeds, shapes, self.output_shapes(shapes))
+            named = zip(self.results, results, strict=True)
+            copies = [out[name] if name in out else np.empty_like(result) for (name, _), result in named]
             for copy, result in zip(copies, results, strict=True):  # the lane's next call overwrites its memory
                 np.copyto(copy, result)
             return copies
@@ -317,9 +317,9 @@ class _Lane:
         self.graphs: Recent[Call, _Graph] = Recent(GRAPHS_KEPT, self._drop)
         self.last_stream: int | None = None
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, expected: Sequence[tuple[int, ...]]) -> list[Array]:
+    def run(self, feeds: dict[str, Array], shapes: Shapes, expected: Sequence[tuple[int, ...]]) -> list[Array]:
         """Run on host arrays. The outputs are in pinned memory that the lane's next call overwrites."""
-        uploads = [self._upload(name, array) for name, array in zip(self._owner.inputs, arrays, strict=True)]
+        uploads = [self._upload(name, array) for name, array in feeds.items()]
         results, downloads = [], []
         for (name, dtype), shape in zip(self._owner.results, expected, strict=True):
             size = prod(shape) * dtype.itemsize

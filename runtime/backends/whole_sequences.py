@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -52,8 +52,8 @@ class WholeSequences(Backend):
             **{cache: np.stack([sample[cache] for sample in cached]) for cache in cached[0]},
         }
 
-    def run(self, arrays: Sequence[Array], shapes: Shapes, out: Sequence[Array | None] | None = None) -> list[Array]:
-        (tokens,) = arrays
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
+        (tokens,) = feeds.values()
         answers = self.decoder(len(tokens)).extend(list(tokens))
         return [np.stack(answers[spec.name]) for spec in self._manifest.outputs]
 
