@@ -106,9 +106,7 @@ class Gpu:
         Raises:
             DeviceError: the call failed.
         """
-        if int(result[0]) != 0:
-            raise self.failure(_described(result[0]))
-        return result[1] if len(result) > 1 else None
+        return _value(result, self.failure)
 
     def failure(self, text: str) -> DeviceError:
         """The error to raise for a failure described by `text`. If a kernel's error makes every later call fail, the
@@ -312,15 +310,15 @@ class _Lease:
 
 
 class GpuBackend(Protocol):
-    """A backend that runs on arrays on the GPU."""
+    """A backend that runs on arrays on the GPU.
 
-    @property
-    def gpu(self) -> Gpu:
-        """The device that the backend runs on."""
+    Attributes:
+        gpu: the device that it runs on.
+        outputs: the memory of its outputs.
+    """
 
-    @property
-    def outputs(self) -> DeviceOutputs:
-        """The memory of its outputs."""
+    gpu: Gpu
+    outputs: DeviceOutputs
 
     def submit(
         self, feeds: Sequence[Feed], shapes: Shapes, results: Sequence[StridedMemoryView], stream: Stream
@@ -496,16 +494,15 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None) -> bool:
     return True
 
 
-def _value(result: tuple[Any, ...]) -> Any:
-    """The value that a driver call returned along with its status; for calls whose failure does not lose the device."""
-    if int(result[0]) != 0:
-        raise DeviceError(f"CUDA: {_described(result[0])}")
+def _value(
+    result: tuple[Any, ...], failure: Callable[[str], DeviceError] = lambda text: DeviceError(f"CUDA: {text}")
+) -> Any:
+    """The value that a driver call returned along with its status; None if it returns only a status. By default for
+    calls whose failure does not lose the device."""
+    if int(status := result[0]) != 0:
+        text = driver.cuGetErrorString(status)[1]
+        raise failure(f"{_name(status)}: {text.decode() if text else 'no description'}")
     return result[1] if len(result) > 1 else None
-
-
-def _described(status: Any) -> str:
-    text = driver.cuGetErrorString(status)[1]
-    return f"{_name(status)}: {text.decode() if text else 'no description'}"
 
 
 def _name(status: Any) -> str:

@@ -24,13 +24,6 @@ from attnforge.runtime.options import Memory, Options
 BFLOAT16_ONNX = 16
 """TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime receives the bits as uint16 with this type."""
 
-DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(bfloat16)": "bfloat16",
-    "tensor(int8)": "int8",
-}
-"""NumPy's names of the types of floating-point and int8 inputs, by ONNX Runtime's."""
 
 COPIED = 1 << 16
 """Bytes of outputs up to which copying to the caller's arrays is faster than binding them."""
@@ -67,8 +60,9 @@ class WithSession:
     _session: Any
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        """The type of an input in the model."""
-        return np.dtype(DTYPES[next(value.type for value in self._open().get_inputs() if value.name == name)])
+        """The type of a floating-point or integer input in the model, which ONNX Runtime calls `tensor(float16)`."""
+        kind = next(value.type for value in self._open().get_inputs() if value.name == name)
+        return np.dtype("float32" if kind == "tensor(float)" else kind.removeprefix("tensor(").removesuffix(")"))
 
     def _open(self) -> Any:
         if self._session is None:

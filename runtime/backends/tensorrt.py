@@ -6,7 +6,7 @@ TensorRT Developer Guide, "CUDA Graphs"), so every graph has its own context. A 
 all its contexts share its activation memory. The event that a lane records after each call orders calls on several
 streams.
 
-Only TensorRT-RTX (`_is_rtx`) has a runtime cache, checks a plan before it is loaded, and lets the caller decide when
+Only TensorRT-RTX (`is_rtx`) has a runtime cache, checks a plan before it is loaded, and lets the caller decide when
 kernels are specialized for a shape.
 """
 
@@ -107,7 +107,7 @@ class TensorRT:
     def __init__(self, bundle: Bundle, row: Registered, options: Options) -> None:
         self.name = row.name
         trt = self._trt = importlib.import_module(self.name)
-        self._is_rtx = self.name == "tensorrt_rtx"
+        self.is_rtx = self.name == "tensorrt_rtx"
         engines = bundle.manifest.targets[self.name].engines
         record = engine_for(engines, trt.__version__, compute_capability(options.device))
         if isinstance(record, str):
@@ -133,7 +133,7 @@ class TensorRT:
             self._runtime = trt.Runtime(self._logger)
             self._runtime.error_recorder = self.errors
             self._engine = self._deserialized(bundle, record)
-            self._runtime_cache = self._opened_cache() if self._is_rtx and options.cache else None
+            self._runtime_cache = self._opened_cache() if self.is_rtx and options.cache else None
             self._shaper: Any = None
         self._inferred = functools.lru_cache(maxsize=4096)(self._infer)
         self._lanes = Pool(lambda: _Lane(self), options.contexts)
@@ -188,7 +188,7 @@ class TensorRT:
         trt = self._trt
         runtime_config = self._engine.create_runtime_config()
         runtime_config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if self._is_rtx:
+        if self.is_rtx:
             strategy = trt.DynamicShapesKernelSpecializationStrategy
             runtime_config.dynamic_shapes_kernel_specialization_strategy = (
                 strategy.EAGER if specialized else strategy.LAZY
@@ -231,10 +231,6 @@ class TensorRT:
         """Bytes of the plan's weights."""
         return int(self._engine.get_engine_stat(self._trt.EngineStat.TOTAL_WEIGHTS_SIZE))
 
-    def capturable(self, context: Any, stream: Stream) -> bool:
-        """Whether a run of the context can be captured in a CUDA graph."""
-        return bool(context.is_stream_capturable(int(stream.handle))) if self._is_rtx else True
-
     def failure(self, text: str) -> DeviceError:
         """The error to raise when a TensorRT call only reports that it failed."""
         return self.gpu.failure(f"{self.name}: {text}: {self.errors.last()}")
@@ -269,7 +265,7 @@ class TensorRT:
     def _deserialized(self, bundle: Bundle, record: Engine) -> Any:
         data = bundle.read(record.file)
         remedy = f"build it again with load(…, {self.name!r}, rebuild=True)"
-        if self._is_rtx:
+        if self.is_rtx:
             validity, bits = self._runtime.get_engine_validity(data)
             if validity == self._trt.EngineValidity.INVALID:
                 reasons = "; ".join(invalid(int(bits))) or self.errors.last()
@@ -326,17 +322,10 @@ class _Lane:
             pinned = self._block(self._pinned, name, size)
             results.append(pinned.array(shape, dtype))
             downloads.append((pinned.address, self._block(self._device, name, size).address, size))
-        self._execute(
-            Call(
-                profile_for(self._owner.profiles, shapes.sizes),
-                shapes.inputs,
-                tuple(to for to, _, _ in uploads),
-                tuple(source for _, source, _ in downloads),
-                uploads=tuple(uploads),
-                downloads=tuple(downloads),
-            ),
-            self._stream,
-        )
+        profile = profile_for(self._owner.profiles, shapes.sizes)
+        inputs, outputs = tuple(to for to, _, _ in uploads), tuple(source for _, source, _ in downloads)
+        call = Call(profile, shapes.inputs, inputs, outputs, tuple(uploads), downloads=tuple(downloads))
+        self._execute(call, self._stream)
         self._done.sync()
         return results
 
@@ -419,7 +408,7 @@ class _Lane:
         except BaseException:
             callers.wait(stream)  # the run may have been enqueued in part
             raise
-        if not owner.capturable(context, stream):
+        if owner.is_rtx and not context.is_stream_capturable(int(stream.handle)):
             log.info("%s cannot be captured in a CUDA graph; it is enqueued at every call", owner.name)
             owner.graphs = False
             return None

@@ -157,7 +157,11 @@ class Decoder:
             UsageError: another thread runs this decoder.
         """
         array = self._checked(tokens, (self.batch, *self._of_token))
-        target = None if out is None else self._target(out)
+        target: Array | None = None
+        if out is not None:
+            if len(self._outputs) != 1:
+                raise InputError(f"the model has {len(self._outputs)} outputs; leave `out` out, and read them by name")
+            target = writable(self._outputs[0], out, (self.batch, *_fixed(self._outputs[0], 2)), strided=True)
         with self._running():
             self._check_capacity(np.ones(self.batch, np.int64))
             self._token[:, 0] = array
@@ -257,13 +261,6 @@ class Decoder:
                 f"lengths are {counts.tolist()}, of rows of {array.shape[1]} tokens; give 0 to that for each"
             )
         return [row[:count] for row, count in zip(array, counts, strict=True)]
-
-    def _target(self, out: Any) -> Array:
-        """The caller's array for the output of a step, checked."""
-        if len(self._outputs) != 1:
-            raise InputError(f"the model has {len(self._outputs)} outputs; leave `out` out, and read them by name")
-        (spec,) = self._outputs
-        return writable(spec, out, (self.batch, *_fixed(spec, 2)), strided=True)
 
     def _samples(self, samples: Iterable[int]) -> list[int]:
         chosen = [whole("a sample's number", sample) for sample in samples]
