@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Generic, TypeVar
 
@@ -154,18 +154,15 @@ class HostOutputs:
         size = prod(shape) * np.dtype(dtype).itemsize
         if size < self.LARGE:
             return np.empty(shape, dtype)
-        memory: Array | None = None
         for _ in range(len(self._idle)):
-            try:
+            with suppress(IndexError):  # another thread took it
                 memory = self._idle.popleft()
-            except IndexError:  # another thread took it
-                break
-            if memory.nbytes == size:
-                break
-            self._idle.append(memory)
-            memory = None
-        lent = _Lent(np.empty(size, np.uint8) if memory is None else memory, self._idle)
-        array: Array = np.asarray(lent).view(dtype).reshape(shape)
+                if memory.nbytes == size:
+                    break
+                self._idle.append(memory)
+        else:
+            memory = np.empty(size, np.uint8)
+        array: Array = np.asarray(_Lent(memory, self._idle)).view(dtype).reshape(shape)
         return array
 
 

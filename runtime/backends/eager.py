@@ -294,11 +294,9 @@ class Eager(Backend):
             raise UsageError(f"the eager backend runs a torch.nn.Module, not {type(module).__name__}")
         precision = precision_named(bundle.manifest.eager_precision)
         self._dtype = torch_dtype(precision)
-
         self._module = at_precision(module, precision)
 
     def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
-
         return [to_numpy(name, tensor) for name, tensor in run(self._module, feeds, self._dtype).items()]
 
     def memory(self) -> Memory:

@@ -122,14 +122,12 @@ class OnnxRuntime(WithSession, Backend):
         self.name = name
         self._session = ort.InferenceSession(model, session_options(threads, settings), ["CPUExecutionProvider"])
         _check_dims(self._session, (*inputs, *outputs))
-
         self._outputs = [spec.name for spec in outputs]
         self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*inputs, *outputs))
         self._weights = weights_of(model)
 
     def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
         session = self._open()  # another thread may have closed it since this call began
-
         small = sum([array.nbytes for array in out.values()]) <= COPIED
         if small and not self._has_bfloat16:
             results: list[Array] = session.run(self._outputs, feeds)

@@ -124,12 +124,12 @@ def heads_first(model: Any) -> None:
         if node.get_type_name() == "Unsqueeze" and _numbers(node) == [0]:
             inner = node.input_value(0).get_node()
             if _order(inner) and len(inner.output(0).get_target_inputs()) == 1:
-                apart = ops.unsqueeze(inner.input_value(0), _ints([0]))
+                apart = ops.unsqueeze(inner.input_value(0), [0])
                 _replace(node, ops.transpose(apart, _under_batch(_order(inner))))
         elif order := _order(node):
             inner = node.input_value(0).get_node()
             if inner.get_type_name() == "Squeeze" and _numbers(inner) == [0]:
-                _replace(node, ops.squeeze(ops.transpose(inner.input_value(0), _under_batch(order)), _ints([0])))
+                _replace(node, ops.squeeze(ops.transpose(inner.input_value(0), _under_batch(order)), [0]))
 
 
 def zeros_without_keys(model: Any) -> None:
@@ -146,7 +146,7 @@ def zeros_without_keys(model: Any) -> None:
             continue
         mask = attention.input_value(3)
         if _kind(mask) == "boolean":
-            none = ops.logical_not(ops.reduce_logical_or(mask, _ints([-1]), True))
+            none = ops.logical_not(ops.reduce_logical_or(mask, [-1], True))
             _replace(node, ops.select(none, node.input_value(1), attention))
 
 
@@ -180,8 +180,8 @@ def swaps_apart(model: Any) -> None:
             continue
         *_, some, others, _ = shape.to_shape()
         if some == others > 1:
-            last = _ints([len(order)])
-            swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), _ints([*order, len(order)]))
+            last = [len(order)]
+            swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), [*order, len(order)])
             _replace(node, ops.squeeze(swapped, last))
 
 
@@ -322,10 +322,6 @@ def _kind(output: Any) -> str:
     return kind
 
 
-def _ints(values: list[int]) -> Array:
-    return np.array(values, np.int64)
-
-
 def _numbers(node: Any) -> list[int]:
     """The numbers of a node's second input if it is a constant, otherwise an empty list."""
     second = node.input_value(1).get_node() if node.get_input_size() > 1 else None
@@ -337,9 +333,9 @@ def _order(node: Any) -> list[int]:
     return _numbers(node) if node.get_type_name() == "Transpose" else []
 
 
-def _under_batch(order: list[int]) -> Array:
+def _under_batch(order: list[int]) -> list[int]:
     """The same order for dims that follow a first one, which stays first."""
-    return _ints([0, *(1 + i for i in order)])
+    return [0, *(1 + i for i in order)]
 
 
 def _constant(value: float, kind: str) -> Any:

@@ -63,11 +63,11 @@ class _StepConversion:
     def scattered(self, node: Any) -> Any:
         """The filled part of a cache `(batch, heads, capacity, size)`, followed by the new rows."""
         cache, new, past = (node.get_input(i) for i in range(3))
-        rows = ops.range(_ints(0), ops.gather(ops.shape_of(new, "i64"), _ints(2), _ints(0)), _ints(1), "i64")
+        rows = ops.range(0, ops.gather(ops.shape_of(new, "i64"), 2, 0), 1, "i64")
         self._slots = cache.get_partial_shape()[2].get_length()
-        self._past, self._most = past, ops.reduce_max(past, _ints([0]), True)
-        self._new = ops.add(ops.unsqueeze(past, _ints([1])), rows)
-        return ops.concat([ops.slice(cache, _ints([0]), self._most, _ints([1]), _ints([2])), new], 2).outputs()
+        self._past, self._most = past, ops.reduce_max(past, [0], True)
+        self._new = ops.add(ops.unsqueeze(past, [1]), rows)
+        return ops.concat([ops.slice(cache, [0], self._most, [1], [2]), new], 2).outputs()
 
     def _seen(self, mask: Any) -> Any:
         """A mask over all slots `(batch, heads, tokens, capacity)` as one over the filled part and the new rows. Before
@@ -75,16 +75,16 @@ class _StepConversion:
         count = mask.get_partial_shape()[3].get_length() - self._slots
         sinks = []
         if count:
-            sinks = [ops.slice(mask, _ints([0]), _ints([count]), _ints([1]), _ints([3]))]
-            mask = ops.slice(mask, _ints([count]), _ints([2**62]), _ints([1]), _ints([3]))
-        filled = ops.slice(mask, _ints([0]), self._most, _ints([1]), _ints([3]))
-        slots = ops.range(_ints(0), ops.squeeze(self._most, _ints([0])), _ints(1), "i64")
-        past = ops.less(slots, ops.unsqueeze(self._past, _ints([1, 2, 3])))  # later slots have outdated rows
+            sinks = [ops.slice(mask, [0], [count], [1], [3])]
+            mask = ops.slice(mask, [count], [2**62], [1], [3])
+        filled = ops.slice(mask, [0], self._most, [1], [3])
+        slots = ops.range(0, ops.squeeze(self._most, [0]), 1, "i64")
+        past = ops.less(slots, ops.unsqueeze(self._past, [1, 2, 3]))  # later slots have outdated rows
         if _is_boolean(mask):
             filled = ops.logical_and(filled, past)
         else:
             filled = ops.select(past, filled, ops.convert_like(ops.constant(-np.inf, np.float32), mask))
-        return ops.concat([*sinks, filled, ops.gather(mask, self._new, _ints(3), 1)], 3)
+        return ops.concat([*sinks, filled, ops.gather(mask, self._new, 3, 1)], 3)
 
     def attended(self, node: Any) -> Any:
         """Attention of `(batch, heads, tokens, size)`. Queries that share keys are rows of one head."""
@@ -93,19 +93,17 @@ class _StepConversion:
         query, key, value, mask = (node.get_input(i) for i in range(4))
         _, shared, _, size = (dim.get_length() if dim.is_static else 0 for dim in key.get_partial_shape())
         shape = ops.shape_of(query, "i64")
-        groups = ops.divide(ops.gather(shape, _ints([1]), _ints(0)), _ints([shared]))
-        query = ops.reshape(query, _ints([0, shared, -1, size]), True)
+        groups = ops.divide(ops.gather(shape, [1], 0), [shared])
+        query = ops.reshape(query, [0, shared, -1, size], True)
         seen = self._seen(mask)
         if mask.get_partial_shape()[1] == 1:
-            mask = ops.tile(seen, ops.concat([_ints([1, 1]), groups, _ints([1])], 0))
+            mask = ops.tile(seen, ops.concat([[1, 1], groups, [1]], 0))
         else:
-            columns = ops.gather(ops.shape_of(seen, "i64"), _ints([3]), _ints(0))
-            mask = ops.reshape(seen, ops.concat([_ints([0, shared, -1]), columns], 0), True)
+            columns = ops.gather(ops.shape_of(seen, "i64"), [3], 0)
+            mask = ops.reshape(seen, ops.concat([[0, shared, -1], columns], 0), True)
         result = self._result(node, query, key, value, mask)
-        size_v = ops.gather(ops.shape_of(value, "i64"), _ints([3]), _ints(0))
-        return ops.reshape(
-            result, ops.concat([ops.gather(shape, _ints([0, 1, 2]), _ints(0)), size_v], 0), False
-        ).outputs()
+        size_v = ops.gather(ops.shape_of(value, "i64"), [3], 0)
+        return ops.reshape(result, ops.concat([ops.gather(shape, [0, 1, 2], 0), size_v], 0), False).outputs()
 
     def _over_fixed_keys(self, node: Any) -> Any:
         """Attention to keys that are no tokens, and are in no cache."""
@@ -113,8 +111,8 @@ class _StepConversion:
         heads, shared = (x.get_partial_shape()[1] for x in (query, key))
         if heads.is_static and shared != heads:
             each = heads.get_length() // shared.get_length()
-            of_key = _ints([head // each for head in range(heads.get_length())])
-            key, value = (ops.gather(x, of_key, _ints(1)) for x in (key, value))
+            of_key = [head // each for head in range(heads.get_length())]
+            key, value = (ops.gather(x, of_key, 1) for x in (key, value))
         none = ops.convert_like(ops.constant(0.0, np.float32), query)
         mask = node.get_input(3) if node.get_input_size() > 3 else none
         return self._result(node, query, key, value, mask).outputs()
@@ -135,7 +133,3 @@ class _StepConversion:
 
 def _is_boolean(mask: Any) -> bool:
     return bool(mask.get_element_type().get_type_name() == "boolean")
-
-
-def _ints(numbers: int | list[int]) -> Any:
-    return ops.constant(numbers, np.int64)

@@ -146,7 +146,8 @@ def judge(
     if baseline is not None and np.isfinite(baseline[np.isfinite(eager)]).all():
         standard = np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
     errors = _Errors.of(got, standard, truth)
-    most, max_of_one = _budget(case, output, errors, precision, allowed, count > 0, terms)
+    drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
+    most, max_of_one = errors.budget(precision, drawn, allowed if case.is_ordinary else None, count > 0, terms)
     reason = errors.over(most, max_of_one)
     worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
     if (misplaced := _misplaced(case, got, eager, truth, precision, overflowed)) is not None:
@@ -236,6 +237,23 @@ class _Errors:
         """max|r|."""
         return _max(np.abs(self.truth))
 
+    def budget(
+        self, precision: Precision, drawn: tuple[float, float], allowed: Allowed | None, overflowed: bool, terms: int
+    ) -> tuple[float, float]:
+        """The error that rules 1 and 2 allow, relative in the norm and absolute in any one element, with everything
+        else that the module's docstring allows."""
+        is_tiny = 0 < self.largest < precision.smallest_normal  # a sum is spaced as its terms are
+        spacing = precision.ulp(self.largest) * (math.sqrt(terms) if is_tiny else 1.0)
+        rounding = max(4 * spacing, precision.floor * self.largest)
+        error = max(2 * self.eager_error, 2 * drawn[0], precision.floor)
+        max_error = 2 * max(_max(self.eager_off), math.sqrt(terms) * drawn[1]) + rounding
+        if is_tiny:
+            norm = self.largest * float(np.linalg.norm(self.truth / self.largest))  # squares may be 0
+            error = max(error, rounding * math.sqrt(self.off.size) / norm)
+        if allowed is not None and (allowed.exactly or overflowed or error > allowed.error):
+            return allowed.error, 2 * allowed.error * self.largest + rounding
+        return error, max_error
+
     def over(self, error: float, max_error: float) -> str | None:
         """Why the errors exceed a budget, relative in the norm and absolute in any one element, or None."""
         if not self.error <= error:  # so that NaN does not pass
@@ -247,31 +265,6 @@ class _Errors:
 
 def _max(numbers: Array) -> float:
     return float(np.max(numbers, initial=0.0))
-
-
-def _budget(
-    case: Case,
-    output: str,
-    errors: _Errors,
-    precision: Precision,
-    allowed: Allowed | None,
-    eager_overflowed: bool,
-    terms: int,
-) -> tuple[float, float]:
-    """The error that rules 1 and 2 allow, relative in the norm and absolute in any one element, with everything else
-    that the module's docstring allows."""
-    is_tiny = 0 < errors.largest < precision.smallest_normal  # a sum is spaced as its terms are
-    spacing = precision.ulp(errors.largest) * (math.sqrt(terms) if is_tiny else 1.0)
-    rounding = max(4 * spacing, precision.floor * errors.largest)
-    drawn, max_drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
-    error = max(2 * errors.eager_error, 2 * drawn, precision.floor)
-    max_error = 2 * max(_max(errors.eager_off), math.sqrt(terms) * max_drawn) + rounding
-    if is_tiny:
-        norm = errors.largest * float(np.linalg.norm(errors.truth / errors.largest))  # squares may be 0
-        error = max(error, rounding * math.sqrt(errors.off.size) / norm)
-    if allowed is not None and case.is_ordinary and (allowed.exactly or eager_overflowed or error > allowed.error):
-        return allowed.error, 2 * allowed.error * errors.largest + rounding
-    return error, max_error
 
 
 def _hidden(eager: Array, truth: Array, precision: Precision, channels: Sequence[Array]) -> Array | None:
