@@ -42,8 +42,7 @@ NOT_OF_MODULES = {
 
 def torch_dtype(precision: Precision) -> torch.dtype:
     """torch's dtype of a precision."""
-    dtype = getattr(torch, precision.dtype.name)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, precision.dtype.name)
     return dtype
 
 

@@ -233,8 +233,7 @@ def host_value(array: Array) -> Any:
 def copied(value: Any) -> Array:
     """An OrtValue on the host as an array with its own memory."""
     if value.element_type() != BFLOAT16_ONNX:
-        result: Array = value.numpy()
-        return result
+        return np.asarray(value.numpy())
     shape = tuple(value.shape())
     if 0 in shape:
         return np.empty(shape, BFLOAT16)

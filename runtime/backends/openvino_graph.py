@@ -318,8 +318,7 @@ def _redirect(users: list[Any], by: Any) -> None:
 
 
 def _kind(output: Any) -> str:
-    kind: str = output.get_element_type().get_type_name()
-    return kind
+    return str(output.get_element_type().get_type_name())
 
 
 def _numbers(node: Any) -> list[int]:
