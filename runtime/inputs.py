@@ -107,37 +107,31 @@ def shapes_of(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *type
 def output_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """The shape of an output with these sizes of the inputs' symbols; None if they do not determine it."""
     try:
-        return tuple(dim if isinstance(dim, int) else dim.factor * size_of(dim.symbol, sizes) for dim in spec.dims)
-    except (KeyError, NotImplementedError, ZeroDivisionError, RecursionError, MemoryError):
+        return tuple(dim if isinstance(dim, int) else dim.factor * _size(dim.symbol, sizes) for dim in spec.dims)
+    except (KeyError, NotImplementedError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return None  # also if an expression is nested deeper than Python supports
 
 
-def size_of(symbol: str, sizes: Mapping[str, int]) -> int:
+def _size(expression: str | ast.expr, sizes: Mapping[str, int]) -> int:
     """The size of a symbol, or the value of an expression of symbols such as `rows*columns`.
 
     Raises:
-        KeyError: no input has the symbol.
+        KeyError: no input has a symbol.
+        SyntaxError: it is no expression.
         NotImplementedError: an expression with more than integers, symbols and arithmetic.
     """
-    if symbol in sizes:
-        return sizes[symbol]
-    try:
-        return _value(ast.parse(symbol, mode="eval").body, sizes)
-    except SyntaxError:
-        raise KeyError(symbol) from None
-
-
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
-    match node:
+    match expression:
+        case str(symbol):
+            return sizes[symbol] if symbol in sizes else _size(ast.parse(symbol, mode="eval").body, sizes)
         case ast.Constant(value=int(number)):
             return number
         case ast.Name(id=name):
             return sizes[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, sizes)
+            return -_size(operand, sizes)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-            return ARITHMETIC[type(op)](_value(left, sizes), _value(right, sizes))
-    raise NotImplementedError(ast.dump(node))
+            return ARITHMETIC[type(op)](_size(left, sizes), _size(right, sizes))
+    raise NotImplementedError(ast.dump(expression))
 
 
 def check_index(name: str, array: Array, low: int, high: int) -> None:

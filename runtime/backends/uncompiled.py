@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ from attnforge.errors import first_line
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Run compiled functions as Python code, for a block, and `flex_attention` as the formula that defines it."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_with(math_attention))
+    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with stance, _with(math_attention):
         yield
 
 
