@@ -31,13 +31,12 @@ from attnforge.keywords import guessable
 from attnforge.numbers import whole
 from attnforge.runtime import cases as reference
 from attnforge.runtime import inputs
-from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.backend import Backend, Memory, Options
 from attnforge.runtime.backends.registry import BACKENDS, ON_GPU, REGISTRY, by_preference, open_first
 from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder
 from attnforge.runtime.decoding.generation import Sampler, generate
 from attnforge.runtime.decoding.schedules import SCHEDULES
-from attnforge.runtime.options import Memory, Options
 from attnforge.text import Tokenizer
 
 if TYPE_CHECKING:

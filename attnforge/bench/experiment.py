@@ -18,9 +18,9 @@ from attnforge.bundle import Bundle, Case, Source
 from attnforge.errors import UsageError, check_known
 from attnforge.machine import this_machine, tool_versions
 from attnforge.runtime import cases as reference
+from attnforge.runtime.backends.backend import check_threads
 from attnforge.runtime.backends.registry import BACKENDS
 from attnforge.runtime.inputs import shapes_of
-from attnforge.runtime.options import check_threads
 
 ROUNDS = 20
 """Default number of timed rounds per contender."""

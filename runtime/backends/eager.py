@@ -23,11 +23,10 @@ from attnforge.bundle import Bundle
 from attnforge.bundle.schema import LONGEST_NAME
 from attnforge.errors import CONTROL, CaptureError, UsageError, first_line, raised_as, shortened
 from attnforge.precision import Precision, precision_named
-from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.backend import Backend, Memory
 from attnforge.runtime.backends.copying import converted, duplicate
 from attnforge.runtime.backends.uncompiled import interpreted
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
 
 PACKAGES, OURS = Path(torch.__file__).parents[1], Path(__file__).parents[2]
 

@@ -17,9 +17,8 @@ from attnforge.bundle import WEIGHTS, Bundle, SessionSettings, TensorSpec
 from attnforge.errors import BundleError, UnavailableError, UsageError, raised_as
 from attnforge.machine import processors, this_machine
 from attnforge.memory import available
-from attnforge.runtime.backends.backend import Backend, Registered
+from attnforge.runtime.backends.backend import Backend, Memory, Options, Registered
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory, Options
 
 BFLOAT16_ONNX = 16
 """TensorProto.BFLOAT16. NumPy has no such type, so ONNX Runtime receives the bits as uint16 with this type."""

@@ -18,12 +18,11 @@ from attnforge import cache
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UsageError
-from attnforge.runtime.backends.backend import Registered
+from attnforge.runtime.backends.backend import Memory, Options, Registered
 from attnforge.runtime.backends.onnxruntime import WithSession, bind_host_input, refusals, session_options, weights_of
 from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.gpu import Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory, Options
 
 GRAPHS_KEPT = 16
 """Number of combinations of shapes that get a CUDA graph. ONNX Runtime cannot free a graph, so later shapes run

@@ -25,12 +25,11 @@ from attnforge.bundle import NEXT, Bundle, DimSpec, Manifest
 from attnforge.errors import InputError, UnavailableError, UsageError, first_line, raised_as
 from attnforge.machine import cpu_quota, processors
 from attnforge.memory import available
-from attnforge.runtime.backends.backend import OPENVINO_TYPES, Backend, Registered
+from attnforge.runtime.backends.backend import OPENVINO_TYPES, Backend, Memory, Options, Registered
 from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
 from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.pool import HostOutputs, Pool, Recent
 
 log = logging.getLogger("attnforge")
@@ -115,24 +114,16 @@ class OpenVino(Backend):
         else:
             self._run_once(self._general)
 
-    def _check_integers(self, feeds: Mapping[str, Array]) -> None:
-        """Check that integers fit into the 32 bits in which OpenVINO computes all of them; indices into a table are
-        checked already.
-
-        Raises:
-            InputError: one does not fit.
-        """
+    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
         for spec in self._inputs:
-            if spec.dtype in WIDE and spec.index is None and feeds[spec.name].size:
-                for number in (int(feeds[spec.name].min()), int(feeds[spec.name].max())):
+            array = feeds[spec.name]
+            if spec.dtype in WIDE and spec.index is None and array.size:  # an index into a table is checked already
+                for number in (int(array.min()), int(array.max())):
                     if not -(2**31) <= number < 2**31:
                         raise InputError(
                             f"input {spec.name!r} has {number}, and OpenVINO computes {spec.dtype} in 32 bits; load "
                             "the bundle on onnxruntime-cpu"
                         )
-
-    def run(self, feeds: dict[str, Array], shapes: Shapes, out: Mapping[str, Array]) -> list[Array]:
-        self._check_integers(feeds)
         compiled = self._for_shapes(shapes.inputs) or self._compiled()
         targets = {
             spec.name: out[spec.name] if spec.name in out else self._results.empty(shape, spec.dtype)

@@ -119,11 +119,8 @@ class _StepConversion:
 
     def _result(self, node: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
         scale = ops.convert_like(ops.constant(node.get_attribute("scale", 0.0), np.float32), query)
-        if cap := node.get_attribute("softcap", 0.0):
-            return self._capped(query, key, value, mask, scale, cap)
-        return ops.scaled_dot_product_attention(query, key, value, mask, scale, False)
-
-    def _capped(self, query: Any, key: Any, value: Any, mask: Any, scale: Any, cap: float) -> Any:
+        if not (cap := node.get_attribute("softcap", 0.0)):
+            return ops.scaled_dot_product_attention(query, key, value, mask, scale, False)
         scores = ops.multiply(ops.matmul(query, key, False, True), scale)
         limit, hidden = (ops.convert_like(ops.constant(x, np.float32), scores) for x in (cap, -np.inf))
         scores = ops.multiply(ops.tanh(ops.divide(scores, limit)), limit)

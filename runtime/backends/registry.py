@@ -14,9 +14,8 @@ from contextlib import suppress
 from attnforge.bundle import FLAVOURS, Bundle, Certificate, Choice, Engine, Manifest
 from attnforge.errors import UnavailableError
 from attnforge.machine import compute_capability, cuda_devices, this_machine, versions
-from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Registered, installed
+from attnforge.runtime.backends.backend import CUDA_PROVIDER, Backend, Options, Registered, installed
 from attnforge.runtime.backends.whole_sequences import as_model
-from attnforge.runtime.options import Options
 from attnforge.runtime.plans import engine_for, is_trusted_plan
 
 log = logging.getLogger("attnforge")

@@ -34,10 +34,9 @@ from attnforge.arrays import Array
 from attnforge.bundle import Bundle, Engine
 from attnforge.errors import DeviceError, InputError, UnavailableError
 from attnforge.machine import compute_capability, device_name
-from attnforge.runtime.backends.backend import Registered
+from attnforge.runtime.backends.backend import Memory, Options, Registered
 from attnforge.runtime.gpu import ALIGNMENT, Block, DeviceOutputs, Feed, Gpu, bytes_of
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory, Options
 from attnforge.runtime.plans import engine_for, profile_for
 from attnforge.runtime.pool import Pool, Recent
 

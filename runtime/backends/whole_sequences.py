@@ -10,11 +10,10 @@ import numpy as np
 from attnforge.arrays import Array
 from attnforge.bundle import Manifest
 from attnforge.errors import RunError
-from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.backend import Backend, Memory
 from attnforge.runtime.decoding.decoder import Decoder, Stepping
 from attnforge.runtime.decoding.schedules import SCHEDULES
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
 
 
 class WholeSequences(Backend):

@@ -12,7 +12,7 @@ import ray
 from attnforge.bundle import TRUSTED, Trusted
 from attnforge.bundle.trust import keys_of
 from attnforge.errors import check_known
-from attnforge.runtime.options import check_threads
+from attnforge.runtime.backends.backend import check_threads
 from attnforge.runtime.session import NAMES, Session, load
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnforge.errors import UsageError, check_known
-from attnforge.runtime.options import check_threads
+from attnforge.runtime.backends.backend import check_threads
 from attnforge.runtime.session import NAMES
 
 BACKENDS = ("python", "onnxruntime", "tensorrt")

@@ -20,7 +20,7 @@ from attnforge.bundle import Bundle, DimSpec, Engine, Range, TensorSpec
 from attnforge.errors import InputError, UnavailableError, UnknownNameError, UsageError
 from attnforge.export.tensorrt.build import profiles_of
 from attnforge.runtime.backends import registry as backends
-from attnforge.runtime.options import Options
+from attnforge.runtime.backends.backend import Options
 from attnforge.runtime.plans import engine_for, profile_for
 from tests.support.bundles import DeploySmall
 from tests.support.keys import new_key

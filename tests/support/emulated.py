@@ -9,9 +9,8 @@ import onnx_ir as ir
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle
 from attnforge.export.precision.assign import emulate
-from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.backend import Backend, Memory
 from attnforge.runtime.inputs import Shapes
-from attnforge.runtime.options import Memory
 
 
 class Emulated(Backend):

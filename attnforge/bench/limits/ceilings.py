@@ -18,9 +18,8 @@ from attnforge.bench.contenders.engines import one_operator, openvino_request
 from attnforge.bench.contenders.peers import with_threads
 from attnforge.bench.limits import FEWEST_RUNS, Ceilings, best_rate
 from attnforge.errors import UnavailableError, check_known
-from attnforge.runtime.backends.backend import OPENVINO_TYPES
+from attnforge.runtime.backends.backend import OPENVINO_TYPES, check_threads
 from attnforge.runtime.backends.onnxruntime import session_options
-from attnforge.runtime.options import check_threads
 from attnforge.runtime.race import seconds_of
 
 PRODUCT_SIZES = (256, 512, 1024, 2048)

@@ -15,12 +15,11 @@ from attnforge.export.graphs.build import Builder, constant, insert
 from attnforge.export.graphs.float64 import to_double
 from attnforge.export.graphs.types import DOUBLE
 from attnforge.memory import available
-from attnforge.runtime.backends.backend import Backend
+from attnforge.runtime.backends.backend import Backend, Options
 from attnforge.runtime.backends.onnxruntime import session_options
 from attnforge.runtime.backends.registry import REGISTRY
 from attnforge.runtime.backends.whole_sequences import WholeSequences
 from attnforge.runtime.decoding.decoder import Decoder, Stepping
-from attnforge.runtime.options import Options
 from attnforge.runtime.parity.verify import BackendReport, hold
 from attnforge.runtime.session import Session
 from tests.support.faults.graph import required
