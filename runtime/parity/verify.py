@@ -326,6 +326,11 @@ class References:
                 )
         return cls(stored_inputs(bundle), outputs)
 
+    def of_output(self, case: Case, output: str, suffix: str = "") -> tuple[Array, Array]:
+        """Eager's and float64's output of a case, or its sums (`/blocks`)."""
+        eager, truth = (self.outputs[reference.key(case, output, which) + suffix] for which in ("eager", "float64"))
+        return eager, truth
+
 
 def hold(
     bundle: Bundle,
@@ -363,7 +368,7 @@ def hold(
     comparisons: list[Comparison] = []
     for case, schedule, compute in runs:
         results = compute(reference.make_inputs(case, manifest.inputs, references.inputs))
-        judged = _CaseOnBackend(manifest, backend, case, references.outputs)
+        judged = _CaseOnBackend(manifest, backend, case, references)
         if schedule is None and scores is not None:
             scores.add(case, results, references.outputs)
         of_run = [judged.comparison(spec, results[spec.name]) for spec in manifest.outputs]
@@ -417,7 +422,7 @@ def _of_caches(judged: _CaseOnBackend, results: Mapping[str, Array]) -> list[Com
     for spec in decoding.tensors:
         cache = results[spec.name]
         if spec.dtype == "int8":
-            cache = cache * judged.outputs[reference.scale_key(spec.name)]
+            cache = cache * judged.references.outputs[reference.scale_key(spec.name)]
         every.append(judged.kept(spec.name, cache, None))  # the error allowed to outputs does not apply to keys
     if failed := [comparison for comparison in every if not comparison.passed]:
         return failed
@@ -448,10 +453,7 @@ def unproved(manifest: Manifest, cases: Sequence[Case], references: References) 
     precision, limit = precision_named(manifest.precision), manifest.max_eager_error or UNPROVED
     has_own_limit = manifest.mixed is not None or manifest.quantised is not None
     for spec in manifest.outputs:
-        pairs = [
-            [references.outputs[reference.key(case, spec.name, which)] for which in ("eager", "float64")]
-            for case in cases
-        ]
+        pairs = [references.of_output(case, spec.name) for case in cases]
         truths = [truth for _, truth in pairs if truth.size]
         if truths and not any((np.abs(truth) <= precision.largest).any() for truth in truths):
             return (
@@ -484,7 +486,7 @@ class _CaseOnBackend:
     manifest: Manifest
     backend: str
     case: Case
-    outputs: Mapping[str, Array]
+    references: References
 
     def comparison(self, spec: TensorSpec, array: Array) -> Comparison:
         """The comparison of one output with the array that the backend gives."""
@@ -524,12 +526,9 @@ class _CaseOnBackend:
     ) -> Comparison:
         """The comparison of an output's stored elements, or of its sums, with those of the reference."""
         case, precision = self.case, budget_precision(self.manifest, self.backend)
-
-        def key(which: str) -> str:
-            return reference.key(case, output, which) + suffix
-
-        eager, truth = self.outputs[key("eager")], self.outputs[key("float64")]
-        baseline = self.outputs.get(key(precision.name)) if precision.name != self.manifest.precision else None
+        eager, truth = self.references.of_output(case, output, suffix)
+        is_own = precision.name == self.manifest.precision
+        baseline = None if is_own else self.references.outputs.get(reference.key(case, output, precision.name) + suffix)
         terms = reference.BLOCK if suffix else 1
         return judge(case, output, got, eager, truth, precision, baseline, allowed, terms, channels)
 
