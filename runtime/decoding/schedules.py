@@ -59,17 +59,14 @@ def ragged(decoder: Decoder, tokens: Tokens) -> Taken:
     lengths = np.maximum(lengths, count - STEPS)
     answers = decoder.extend([row[:n] for row, n in zip(tokens, lengths, strict=True)])
     while (lengths < count).any():
-        done = lengths == count
-        if done.any():  # otherwise wrong lengths of the decoder would be corrected here
-            decoder.crop(lengths - done)
-        following = np.stack([row[n - is_done] for row, n, is_done in zip(tokens, lengths, done, strict=True)])
+        kept = np.minimum(lengths, count - 1)
+        if (kept < lengths).any():  # otherwise wrong lengths of the decoder would be corrected here
+            decoder.crop(kept)
+        following = np.stack([row[n] for row, n in zip(tokens, kept, strict=True)])
         for name, samples in decoder.extend(following[:, None]).items():
-            for sample, answer in enumerate(samples):
-                if done[sample]:
-                    answers[name][sample][-1:] = answer
-                else:
-                    answers[name][sample] = np.concatenate([answers[name][sample], answer])
-        lengths = lengths + ~done
+            before = [answer[:n] for answer, n in zip(answers[name], kept, strict=True)]
+            answers[name] = [np.concatenate(pair) for pair in zip(before, samples, strict=True)]
+        lengths = kept + 1
     return answers, decoder
 
 
