@@ -309,35 +309,30 @@ class DeviceCache:
             samples = range(self.shape[0])[index]
             address = self._block.address + samples.start * prod(self.shape[1:]) * self.dtype.itemsize
             return Rows((len(samples), *self.shape[1:]), self.dtype, address, self._block)
-        chosen, first, count = self._parts(index)
-        read = np.empty((len(chosen), self.shape[1], count, self.shape[3]), self.dtype)
+        read, addresses = self._host_copy(index)
         with self._gpu.current():
-            for array, address in zip(_heads(read), self._addresses(chosen, first), strict=True):
+            for array, address in zip(_heads(read), addresses, strict=True):
                 self._gpu.check(driver.cuMemcpyDtoH(array.ctypes.data, address, array.nbytes))
         return read[0] if isinstance(index[0], int) else read
 
     def __setitem__(self, index: Index, value: Array | int) -> None:
-        samples, first, count = self._parts(index)
-        written = np.empty((len(samples), self.shape[1], count, self.shape[3]), self.dtype)
+        written, addresses = self._host_copy(index)
         written[:] = value
         with self._gpu.current():
-            for array, address in zip(_heads(written), self._addresses(samples, first), strict=True):
+            for array, address in zip(_heads(written), addresses, strict=True):
                 self._gpu.check(driver.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes))
             self._gpu.check(driver.cuStreamSynchronize(LEGACY_DEFAULT_STREAM))  # a copy from the host may still run
 
-    def _parts(self, index: Index) -> tuple[Sequence[int], int, int]:
-        """The samples, the first slot and the number of slots that an index means."""
+    def _host_copy(self, index: Index) -> tuple[Array, list[int]]:
+        """An uninitialised array on the host for the slots that an index means, and the address of the first slot in
+        each head of each sample."""
         chosen, _, slots = index
+        _, heads, capacity, size = self.shape
         which = range(self.shape[0])[chosen] if isinstance(chosen, slice) else chosen
-        covered = range(self.shape[2])[slots]
-        return [which] if isinstance(which, int) else which, covered.start, len(covered)
-
-    def _addresses(self, samples: Sequence[int], first: int) -> Iterator[int]:
-        """The address of a slot in each head of these samples."""
-        _, heads, slots, size = self.shape
-        for sample in samples:
-            for head in range(heads):
-                yield self._block.address + ((sample * heads + head) * slots + first) * size * self.dtype.itemsize
+        samples, covered = [which] if isinstance(which, int) else which, range(capacity)[slots]
+        firsts = [(sample * heads + head) * capacity + covered.start for sample in samples for head in range(heads)]
+        addresses = [self._block.address + first * size * self.dtype.itemsize for first in firsts]
+        return np.empty((len(samples), heads, len(covered), size), self.dtype), addresses
 
 
 def _heads(array: Array) -> Iterator[Array]:
