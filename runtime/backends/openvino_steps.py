@@ -99,11 +99,9 @@ class _StepConversion:
         if mask.get_partial_shape()[1] == 1:
             mask = ops.tile(seen, ops.concat([[1, 1], groups, [1]], 0))
         else:
-            columns = ops.gather(ops.shape_of(seen, "i64"), [3], 0)
-            mask = ops.reshape(seen, ops.concat([[0, shared, -1], columns], 0), True)
+            mask = ops.reshape(seen, [0, shared, -1, 0], True)
         result = self._result(node, query, key, value, mask)
-        size_v = ops.gather(ops.shape_of(value, "i64"), [3], 0)
-        return ops.reshape(result, ops.concat([ops.gather(shape, [0, 1, 2], 0), size_v], 0), False).outputs()
+        return ops.reshape(result, ops.concat([[0], ops.gather(shape, [1, 2], 0), [0]], 0), True).outputs()
 
     def _over_fixed_keys(self, node: Any) -> Any:
         """Attention to keys that are no tokens, and are in no cache."""

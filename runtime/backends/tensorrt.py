@@ -237,7 +237,6 @@ class TensorRT:
     # --- the rest
 
     def memory(self) -> Memory:
-        lanes = self._lanes.items()
         activations = self._lanes.made * max(self.activation_size, 1)
         return Memory(
             weights=self.weights_size,
@@ -245,7 +244,7 @@ class TensorRT:
             buffers=self.gpu.allocated - activations,
             pinned=self.gpu.pinned,
             contexts=self._lanes.made,
-            graphs=sum(len(lane.graphs) for lane in lanes),
+            graphs=sum(len(lane.graphs) for lane in self._lanes.items()),
         )
 
     def close(self) -> None:
