@@ -85,7 +85,7 @@ class Memory:
 
 class Backend(Protocol):
     """Runs a deployed model on arrays that have been checked; from several threads at once. A class that inherits from
-    it computes on the CPU and has no compiled kernels to keep.
+    it and says nothing else computes on the CPU, and has no compiled kernels to keep.
 
     A new backend is one file in this folder and one row of :data:`attnforge.runtime.backends.registry.REGISTRY`
     (:class:`Registered`).
@@ -110,9 +110,9 @@ class Backend(Protocol):
                 does not write there, and if `shapes` does not have the output's shape.
         """
 
-    @abstractmethod
     def memory(self) -> Memory:
         """The memory that the backend uses, as far as its library reports it."""
+        return Memory()
 
     def keep(self) -> None:
         """Write compiled kernels to disk, for the next start."""
@@ -297,9 +297,6 @@ class Outside(Backend):
             expected = f"{spec.dtype}{list(shape or ('…',))}"
             raise RunError(f"{self.name} returned {array.dtype}{list(array.shape)} for {spec.name}, not {expected}")
         return array
-
-    def memory(self) -> Memory:
-        return Memory()
 
     def close(self) -> None:
         del self._run

@@ -18,7 +18,7 @@ from attnforge import cache
 from attnforge.arrays import Array
 from attnforge.bundle import Bundle, TensorSpec
 from attnforge.errors import UnavailableError, UsageError
-from attnforge.runtime.backends.backend import Memory, Options, Registered
+from attnforge.runtime.backends.backend import Backend, Memory, Options, Registered
 from attnforge.runtime.backends.onnxruntime import WithSession, bind_host_input, refusals, session_options, weights_of
 from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.gpu import Block, DeviceOutputs, Feed, Gpu, bytes_of
@@ -32,7 +32,7 @@ NO_GRAPH = "-1"
 """The `gpu_graph_id` of a run that is neither captured nor replayed."""
 
 
-class OnnxRuntimeGpu(WithSession):
+class OnnxRuntimeGpu(WithSession, Backend):
     """The bundle's ONNX Runtime model on CUDA, or its TensorRT model under ONNX Runtime's TensorRT provider.
 
     One run is enqueued at a time, on the session's own stream, which waits for the caller's.
@@ -144,8 +144,6 @@ class OnnxRuntimeGpu(WithSession):
 
     def memory(self) -> Memory:
         return Memory(weights=self._weights, buffers=self.gpu.allocated, graphs=len(self._static))
-
-    def keep(self) -> None: ...
 
     def close(self) -> None:
         with self._lock:

@@ -54,11 +54,10 @@ class _StepConversion:
     """Converts the two operators. Attention reads the slots of the cache up to any sample's last token, followed by the
     new rows, without knowing their order: the mask of their positions is rearranged with them."""
 
-    def __init__(self) -> None:
-        self._past: Any = None
-        self._most: Any = None
-        self._new: Any = None
-        self._slots = 0
+    _past: Any
+    _most: Any
+    _new: Any
+    _slots: int
 
     def scattered(self, node: Any) -> Any:
         """The filled part of a cache `(batch, heads, capacity, size)`, followed by the new rows."""
