@@ -130,22 +130,21 @@ def generate(
             f"the prompt and {max_new_tokens} new tokens are {int(ends.max()) + 1} tokens, and the cache has room for "
             f"{decoder.places + 1}; generate fewer, or deploy with more cache_tokens"
         )
-    return _tokens(decoder, rows, max_new_tokens, {whole("a stop token id", each) for each in stop}, sampler)
+    last = [whole("a stop token id", each) for each in stop]
 
+    def tokens() -> Iterator[Array]:
+        generators = sampler.generators(decoder.batch)
+        running = np.ones(decoder.batch, bool)
+        logits = _logits(decoder.prefill(rows))
+        for number in range(max_new_tokens):
+            chosen = sampler.choose(logits, generators)
+            yield np.where(running, chosen, STOPPED)
+            running &= ~np.isin(chosen, last)
+            if not running.any() or number == max_new_tokens - 1:
+                return
+            logits = _logits(decoder.step(chosen))
 
-def _tokens(
-    decoder: Decoder, rows: Sequence[Array], max_new_tokens: int, stop: Collection[int], sampler: Sampler
-) -> Iterator[Array]:
-    generators = sampler.generators(decoder.batch)
-    running = np.ones(decoder.batch, bool)
-    logits = _logits(decoder.prefill(rows))
-    for number in range(max_new_tokens):
-        chosen = sampler.choose(logits, generators)
-        yield np.where(running, chosen, STOPPED)
-        running &= ~np.isin(chosen, list(stop))
-        if not running.any() or number == max_new_tokens - 1:
-            return
-        logits = _logits(decoder.step(chosen))
+    return tokens()
 
 
 def _logits(answer: Any) -> Array:
