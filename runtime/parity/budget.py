@@ -147,16 +147,16 @@ def judge(
         standard = np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
     errors = _Errors.of(got, standard, truth)
     drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
-    most, max_of_one = errors.budget(precision, drawn, allowed if case.is_ordinary else None, count > 0, terms)
-    reason = errors.over(most, max_of_one)
+    budget, max_budget = errors.budget(precision, drawn, allowed if case.is_ordinary else None, count > 0, terms)
+    reason = errors.over(budget, max_budget)
     worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
     if (misplaced := _misplaced(case, got, eager, truth, precision, overflowed)) is not None:
         reason, worst = misplaced[0], Element.at(_first(misplaced[1]), case.name, got, eager, truth)
     unit = errors.largest or 1.0
     comparison = Comparison(
         case=case.name, output=output, passed=reason is None, reason=reason, worst=worst,
-        error=errors.error, eager_error=errors.eager_error, budget=most,
-        max_error=_max(errors.off), max_budget=max_of_one,
+        error=errors.error, eager_error=errors.eager_error, budget=budget,
+        max_error=_max(errors.off), max_budget=max_budget,
         size=truth.size, compared=errors.off.size, overflowed=count,
         cosine=cosine_of(errors.got, errors.truth),
         snr_db=-20 * math.log10(errors.error) if errors.error > 0 and errors.truth.any() else None,
