@@ -365,7 +365,7 @@ def _drawn(case: Case, spec: TensorSpec, rng: np.random.Generator, all_set: bool
     if dtype == np.bool_ or spec.excludes is not None or (_is_mask(spec) and case.masks not in ("random", "infinite")):
         mask = _mask(case.masks, shape, rng)
         return (mask if spec.excludes is None else np.where(mask, 0.0, float(spec.excludes))).astype(dtype)
-    return (_drawn_numbers if _is_floating(spec) else _drawn_integers)(case, spec, shape, rng).astype(dtype)
+    return (_drawn_numbers if _is_floating(spec) else _drawn_integers)(case, spec, shape, rng).astype(dtype, copy=False)
 
 
 def _drawn_integers(case: Case, spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
