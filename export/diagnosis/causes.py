@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -47,14 +47,7 @@ def first_cause(trace: Trace) -> Finding:
 
     The first finder that proves a cause decides, and the last always has one.
     """
-    return (
-        out_of_range(trace)
-        or _lost_to_zero(trace)
-        or _wrong_in_itself(trace)
-        or _amplified(trace)
-        or _accumulated(trace)
-        or _only_rounding(trace)
-    )
+    return out_of_range(trace) or _wrong_in_itself(trace) or _amplified(trace) or _of_rounding(trace)
 
 
 # --- out of range -----------------------------------------------------------------------------------------------------
@@ -86,7 +79,10 @@ def _out_of_range(trace: Trace) -> Finding | None:
         if in_norm(tensor.node):
             return Finding.at(tensor, "norm", f"{evidence}. It is the square whose mean a norm takes")
         return Finding.at(tensor, "overflow", evidence)
-    if (zero := _zero_before(tensor, trace)) is not None:
+    names = {other.name for other in trace.tensors}
+    ancestors = {value.name for value in upstream(inputs_of(tensor.node), lambda value: value.name not in names)}
+    zero = next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
+    if zero is not None:
         return Finding.at(
             zero,
             _norm_or_underflow(zero),
@@ -95,30 +91,6 @@ def _out_of_range(trace: Trace) -> Finding | None:
         )
     evidence = f"{tensor.name} has {tensor.lost} numbers that are not finite, although its inputs are"
     return Finding.at(tensor, "operator", evidence)
-
-
-def _zero_before(tensor: TensorErrors, trace: Trace) -> TensorErrors | None:
-    """The first tensor with numbers that became zero, among all that `tensor` is computed from."""
-    names = {other.name for other in trace.tensors}
-    ancestors = {value.name for value in upstream(inputs_of(tensor.node), lambda value: value.name not in names)}
-    return next((other for other in trace.tensors if other.name in ancestors and other.zeroed > 0), None)
-
-
-def _lost_to_zero(trace: Trace) -> Finding | None:
-    for tensor in _begins(trace):
-        if tensor.zeroed > 0:
-            evidence = (
-                f"{tensor.zeroed:.0%} of the numbers of {tensor.name} are below the range of its type and become zero"
-            )
-            return Finding.at(tensor, _norm_or_underflow(tensor), evidence)
-    return None
-
-
-def _begins(trace: Trace) -> Iterator[TensorErrors]:
-    """The tensors to whose error the operator itself adds more than rounding, and enough to matter at the end."""
-    for tensor in trace.tensors:
-        if tensor.own > OWN * tensor.unit and tensor.error > BEGINS * min(trace.error, 1.0):
-            yield tensor
 
 
 def _norm_or_underflow(tensor: TensorErrors) -> Cause:
@@ -158,9 +130,18 @@ def _to_root(value: ir.Value, steps: int) -> bool:
 
 
 def _wrong_in_itself(trace: Trace) -> Finding | None:
-    tensor = next((tensor for tensor in _begins(trace) if tensor.zeroed == 0), None)
+    """The first tensor to whose error the operator itself adds more than rounding, and enough to matter at the end;
+    one with numbers that became zero comes before all others."""
+    least = BEGINS * min(trace.error, 1.0)
+    begins = [tensor for tensor in trace.tensors if tensor.own > OWN * tensor.unit and tensor.error > least]
+    tensor = min(begins, key=lambda tensor: tensor.zeroed == 0, default=None)
     if tensor is None:
         return None
+    if tensor.zeroed > 0:
+        evidence = (
+            f"{tensor.zeroed:.0%} of the numbers of {tensor.name} are below the range of its type and become zero"
+        )
+        return Finding.at(tensor, _norm_or_underflow(tensor), evidence)
     units = tensor.own / tensor.unit
     terms = _terms(tensor.node, trace)
     if terms is not None and units <= terms:
@@ -272,30 +253,21 @@ def _why_softmax(tensor: TensorErrors, trace: Trace, scores: Array, grew: str) -
 # --- nothing but rounding ---------------------------------------------------------------------------------------------
 
 
-def _accumulated(trace: Trace) -> Finding | None:
+def _of_rounding(trace: Trace) -> Finding:
+    """Roundings that add up to much, or else only the cost of the precision."""
     half = next((tensor for tensor in trace.tensors if tensor.error >= trace.error / 2), None)
-    roundings, unit = _roundings(trace)
-    if half is None or trace.error <= FEW_UNITS * unit:
-        return None
-    evidence = (
-        f"{roundings} roundings add up to {trace.error / unit:.0f} unit roundoffs, and no tensor amplifies an error "
-        f"much; half of it is reached at {half.name}"
-    )
-    return Finding.at(half, "accumulation", evidence)
-
-
-def _only_rounding(trace: Trace) -> Finding:
-    if all(tensor.error < trace.error / 2 for tensor in trace.tensors):
+    if half is None:
         return Finding(cause="rounding", evidence="no tensor has as much as half of the final error")
-    roundings, unit = _roundings(trace)
+    units = [tensor.unit for tensor in trace.tensors if tensor.own > 0]
+    unit = max(units or [tensor.unit for tensor in trace.tensors])
+    if trace.error > FEW_UNITS * unit:
+        evidence = (
+            f"{len(units)} roundings add up to {trace.error / unit:.0f} unit roundoffs, and no tensor amplifies an "
+            f"error much; half of it is reached at {half.name}"
+        )
+        return Finding.at(half, "accumulation", evidence)
     evidence = (
-        f"the final error of {scientific(trace.error)} is {trace.error / unit:.0f} unit roundoffs after {roundings} "
+        f"the final error of {scientific(trace.error)} is {trace.error / unit:.0f} unit roundoffs after {len(units)} "
         "roundings: the cost of this precision, and no tensor is to blame"
     )
     return Finding(cause="rounding", evidence=evidence)
-
-
-def _roundings(trace: Trace) -> tuple[int, float]:
-    """The number of rounded results, and the largest unit roundoff among them."""
-    units = [tensor.unit for tensor in trace.tensors if tensor.own > 0]
-    return len(units), max(units or [tensor.unit for tensor in trace.tensors])
