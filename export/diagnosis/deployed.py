@@ -4,6 +4,7 @@ inside an attention site are not shown, so that the site stays fused."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from attnforge.atomic import temporary_folder
 from attnforge.bundle import CANONICAL, FLAVOURS, NEXT, Bundle, TargetRecord, write_manifest
 from attnforge.errors import UnavailableError
 from attnforge.export.decoding.whole import whole_graph
-from attnforge.export.graphs.execute import Tensors, as_it_is, computed, in_float64, wide
+from attnforge.export.graphs.execute import Tensors, as_it_is, computed, in_float64, values_of, wide
+from attnforge.export.graphs.nodes import inputs_of, is_op, maker_of
 from attnforge.export.graphs.saving import load_graph, save
 from attnforge.export.graphs.types import LOW
 from attnforge.export.sources.specs import output_dims, spec_of
@@ -23,6 +25,9 @@ from attnforge.export.tensorrt.process import Request
 from attnforge.files import sha256
 from attnforge.runtime.backends.registry import OUTSIDE, REGISTRY
 from attnforge.runtime.session import load
+
+NEAR = 8
+"""Number of nodes before a tensor that are searched for a cast."""
 
 
 def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: Collection[str]) -> Tensors:
@@ -41,7 +46,7 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         raise UnavailableError(f"{backend} is of another package, which does not show the tensors inside its model")
     target, record, model = _graph_of(bundle, backend)
     name = CANONICAL if record.model == CANONICAL else "model.onnx"
-    shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
+    shown = _show(bundle, model, names)
     with temporary_folder() as folder:
         path = Path(folder)
         changed = TargetRecord(model=name, cuda_model=name if record.cuda_model else None)
@@ -87,37 +92,27 @@ def step_tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], na
     if backend != "onnxruntime-cpu":
         raise UnavailableError(f"tensors of a decoder step can be examined on onnxruntime-cpu only, not on {backend}")
     model = load_graph(bundle, bundle.manifest.targets["onnxruntime"].model)
-    shown = _show(model, names, [detail.site for detail in bundle.manifest.attention.details])
+    shown = _show(bundle, model, names)
     return {name: wide(array) for name, array in as_it_is(model, shown, optimised=True)(feeds).items()}
 
 
 def stored_low(bundle: Bundle, backend: str, tensor: str) -> str | None:
     """The 16-bit type that the deployed graph casts to shortly before `tensor`; None if it does not."""
     _, _, model = _graph_of(bundle, backend)
-    value = next((v for node in model.graph for v in node.outputs if v.name == tensor), None)
-    todo, visited = [value.producer()] if value is not None else [], 0
-    while todo and visited < _NEAR:
-        node, visited = todo.pop(0), visited + 1
-        if node is None:
-            continue
-        if node.op_type == "Cast" and node.outputs[0].dtype in LOW:
+    makers = [maker_of(values_of(model).get(tensor))]
+    for node in islice(makers, NEAR):  # the list grows, so that the nearest come first
+        if is_op(node, "Cast") and node.outputs[0].dtype in LOW:
             return str(node.outputs[0].dtype)
-        todo += [v.producer() for v in node.inputs if v is not None]
+        makers += map(maker_of, inputs_of(node)) if node is not None else []
     return None
 
 
-_NEAR = 8
-"""Number of nodes before a tensor that are searched for a cast."""
-
-
-def _show(model: ir.Model, names: Collection[str], sites: Collection[str]) -> list[str]:
-    """Make tensors outputs of `model`, and return the ones of `names` that it has."""
-    known = set(computed(model))
-    inside = tuple(f"{site}/" for site in sites)
-    outputs = {str(value.name) for value in model.graph.outputs}
+def _show(bundle: Bundle, model: ir.Model, names: Collection[str]) -> list[str]:
+    """Make tensors outputs of a bundle's graph, and return the ones of `names` that it has."""
+    known, values = set(computed(model)), values_of(model)
+    inside = tuple(f"{detail.site}/" for detail in bundle.manifest.attention.details)
     shown = [name for name in names if name in known and not name.startswith(inside)]
-    values = {str(v.name): v for node in model.graph for v in node.outputs}
-    model.graph.outputs.extend(values[name] for name in shown if name not in outputs)
+    model.graph.outputs.extend(values[name] for name in shown if not values[name].is_graph_output())
     return shown
 
 
