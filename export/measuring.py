@@ -44,12 +44,12 @@ class Measured(Record):
     Attributes:
         session: settings of ONNX Runtime's session; None if the bundle has no model for it, or it cannot run it.
         choice: the fastest backend within the budget; None if fewer than two can run.
-        memory: peak memory of the process, in bytes.
+        memory: peak memory of the process, in bytes; 0 if unknown.
     """
 
     session: SessionSettings | None
     choice: Choice | None
-    memory: int
+    memory: int = 0
 
 
 def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:

@@ -20,14 +20,13 @@ from attnforge.bundle import (
     REFERENCE_OUTPUTS,
     WEIGHTS,
     Case,
-    Choice,
     Manifest,
-    SessionSettings,
     Tuning,
 )
 from attnforge.cache import DeployCache
 from attnforge.export.lowering.attention import FormChoice
 from attnforge.export.lowering.tuning import Tuner
+from attnforge.export.measuring import Measured
 from attnforge.export.reference import Data, ReferenceModel
 from attnforge.export.tensorrt.process import Answer, Request
 from attnforge.files import sha256
@@ -73,7 +72,7 @@ class Reuse:
         if not self._cache.keeps:
             return make()
         about = self._about("reference", CANONICAL, PLAIN) | {
-            **({"caches": True} if has_caches else {}),
+            "caches": has_caches,
             "of": [model.reference, model.precision.name, attention.name if attention is not None else None],
             "inputs": [spec.model_dump(mode="json") for spec in model.inputs],
             "arrays": [_digests(model.example), *map(_digests, data.inputs)],
@@ -139,8 +138,7 @@ class Reuse:
         return Tuning(processors=os.cpu_count() or 1, sizes=dict(tuner.sizes), seconds=round(tuner.spent, 3))
 
     def _forms(self, sizes: Mapping[str, int], target: str | None) -> dict[str, Any]:
-        of = {} if target is None else {"target": target}
-        return self._about("measured forms", CANONICAL) | {"sizes": dict(sizes)} | of
+        return self._about("measured forms", CANONICAL) | {"sizes": dict(sizes), "target": target}
 
     def measured(self, manifest: Manifest, measure: Callable[[], None]) -> None:
         """Add the session's settings and the choice of a backend to a manifest, which lists all files of its bundle.
@@ -153,18 +151,17 @@ class Reuse:
         target = manifest.targets.get("onnxruntime")
         if (entry := self._cache.get(about)) is not None:
             self.reused.append("measured backends")
-            kept = json.loads((entry / "measured.json").read_bytes())
-            manifest.choice = Choice.model_validate(kept["choice"]) if kept["choice"] is not None else None
-            if target is not None and kept["session"] is not None:
-                target.session = SessionSettings.model_validate(kept["session"])
-                if target.session.optimized is not None:
-                    shutil.copyfile(entry / OPTIMIZED, self._folder / target.session.optimized)
+            kept = Measured.model_validate_json((entry / "measured.json").read_bytes())
+            manifest.choice = kept.choice
+            if target is not None and kept.session is not None:
+                target.session = kept.session
+                if kept.session.optimized is not None:
+                    shutil.copyfile(entry / OPTIMIZED, self._folder / kept.session.optimized)
             return
         measure()
         session = target.session if target is not None else None
-        results = {"choice": manifest.choice, "session": session}
-        document = {name: record.model_dump() if record is not None else None for name, record in results.items()}
-        files: dict[str, Path | bytes] = {"measured.json": _json(document)}
+        results = Measured(session=session, choice=manifest.choice)
+        files: dict[str, Path | bytes] = {"measured.json": results.model_dump_json().encode()}
         if session is not None and session.optimized is not None:
             files[OPTIMIZED] = self._folder / session.optimized
         self._cache.put(about, files)
