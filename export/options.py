@@ -268,16 +268,11 @@ class DeployOptions:
         """
         if self.labels:
             return self.labels
-        stored = [
-            read_labels(Path(values))
-            if isinstance(values, str | os.PathLike) and not (_is_texts(values) or _are_pictures(values))
-            else None
-            for values in self.data
-        ]
+        stored = (read_labels(Path(values)) for values in self.data if _is_file_of_arrays(values))
         labels = [array for array in stored if array is not None]
-        if labels and len(labels) < len(stored):
+        if labels and len(labels) < len(self.data):
             raise UsageError(
-                f"{len(labels)} of {len(stored)} real inputs have labels; give all of them labels, as {LABELS!r} in "
+                f"{len(labels)} of {len(self.data)} real inputs have labels; give all of them labels, as {LABELS!r} in "
                 "each file, or none"
             )
         return labels
@@ -406,6 +401,10 @@ def _is_texts(values: Real) -> TypeGuard[str | os.PathLike[str]]:
 
 def _are_pictures(values: Real) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(values, str | os.PathLike) and Path(values).exists() and bool(pictures_of(Path(values)))
+
+
+def _is_file_of_arrays(values: Real) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(values, str | os.PathLike) and not (_is_texts(values) or _are_pictures(values))
 
 
 def _at_equal_distances(items: Sequence[T], most: int) -> list[T]:
