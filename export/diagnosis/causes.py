@@ -37,11 +37,6 @@ FEW_UNITS = 32.0
 """Unit roundoffs that a deep model may accumulate without any tensor at fault."""
 
 
-def out_of_range(trace: Trace) -> Finding | None:
-    """The first tensor, or the weights, with numbers beyond the range of their type."""
-    return _parameters_out_of_range(trace) or _out_of_range(trace)
-
-
 def first_cause(trace: Trace) -> Finding:
     """The first tensor whose error its inputs do not explain, or that amplifies its inputs' error.
 
@@ -53,20 +48,17 @@ def first_cause(trace: Trace) -> Finding:
 # --- out of range -----------------------------------------------------------------------------------------------------
 
 
-def _parameters_out_of_range(trace: Trace) -> Finding | None:
+def out_of_range(trace: Trace) -> Finding | None:
+    """The weights, or the first tensor, with numbers beyond the range of their type."""
     for name, value in trace.model.graph.initializers.items():
-        tensor = value.const_value
-        if tensor is None or tensor.dtype not in FLOATS or not value.uses():
+        weights = value.const_value
+        if weights is None or weights.dtype not in FLOATS or not value.uses():
             continue
-        numbers = tensor.numpy().astype(np.float32)
+        numbers = weights.numpy().astype(np.float32)
         lost = ~np.isfinite(numbers)
         if not np.isneginf(numbers[lost]).all():
             evidence = f"{lost.sum()} numbers of the weights {name} are beyond the range of their type"
             return Finding(cause="overflow", evidence=evidence)
-    return None
-
-
-def _out_of_range(trace: Trace) -> Finding | None:
     tensor = next((tensor for tensor in trace.tensors if tensor.lost), None)
     if tensor is None:
         return None
