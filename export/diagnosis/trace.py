@@ -8,7 +8,7 @@ explain `‖f₆₄(x) − y₆₄‖`, which divided by the error of the inputs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,7 +122,10 @@ def trace(
         errors_in = [tensors[str(v.name)].error for v in node.inputs if v is not None and v.name in tensors]
         error_in = max(errors_in, default=0.0)
         tensors[name] = _errors_of(values[name], node, exact[name], stored[name], explained[name], error_in)
-    outputs = _floating_outputs(model, tensors)
+    ends: Iterable[ir.Value] = model.graph.outputs
+    if not any(value.name in tensors for value in ends):  # then the last floating-point tensors before them
+        ends = upstream(ends, lambda value: value.name in tensors)
+    outputs = list(dict.fromkeys(str(value.name) for value in ends if value.name in tensors))
     error = max((tensors[name].error for name in outputs), default=0.0)
     return Trace(model, feeds, list(tensors.values()), exact, stored, explained, outputs, error)
 
@@ -135,13 +138,6 @@ def error_of(got: Array, exact: Array) -> float:
     finite = np.isfinite(exact)
     got, exact = got[finite].astype(np.float64), exact[finite].astype(np.float64)
     return relative_error(got, exact) if np.isfinite(got).all() else np.inf
-
-
-def _floating_outputs(model: ir.Model, tensors: Collection[str]) -> list[str]:
-    """The floating-point outputs, or else the last floating-point tensors before the outputs."""
-    outputs = model.graph.outputs
-    before = [*outputs] if any(v.name in tensors for v in outputs) else upstream(outputs, lambda v: v.name in tensors)
-    return list(dict.fromkeys(str(value.name) for value in before if value.name in tensors))
 
 
 def _errors_of(
