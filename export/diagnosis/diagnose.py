@@ -138,7 +138,7 @@ def _diagnosed(
     chosen, why, position = _choose(manifest.cases, list(report.backends.values()), case)
     feeds = reference.make_inputs(chosen, manifest.inputs, stored_inputs(opened))
     graphs = stages(opened, of_step=position is not None)
-    canonical = next(stage.model for stage in graphs if stage.name == "canonical")
+    canonical = graphs["canonical"]
     is_quantised = manifest.quantised is not None
     try:
         if position is not None:
@@ -154,7 +154,6 @@ def _diagnosed(
     on_backends, not_traced = _on_backends(opened, list(report.backends), traced, tensors_of)
     examination = Examination(
         bundle=opened,
-        feeds=feeds,
         parting=parting,
         trace=traced,
         failing=[name for name, of_backend in report.backends.items() if not of_backend.passed],
@@ -165,18 +164,18 @@ def _diagnosed(
         quantised=canonical if is_quantised else None,
     )
     finding = first_finding(examination)
-    names = [] if is_quantised else [stage.name for stage in graphs]
+    names = [] if is_quantised else [*graphs]
     return Diagnosis(
         bundle=str(opened.path),
         name=manifest.name,
         precision=manifest.precision,
         case=chosen.name,
         why=why,
-        failing=list(examination.failing),
+        failing=examination.failing,
         finding=finding,
         error=finite(traced.error),
         eager_error=examination.eager_error,
-        same_function=names if parting is None else names[: names.index(parting.after.name)],
+        same_function=names if parting is None else names[: names.index(parting.finding.stage)],
         tensors=[_reported(tensor, on_backends) for tensor in _telling(traced, finding.tensor)],
         not_traced=not_traced,
         examined=len(traced.tensors),
@@ -213,9 +212,9 @@ def _choose(cases: Sequence[Case], reports: Sequence[BackendReport], named: str 
         return Subject(by_name[named], "asked for")
     every = [c for report in reports for c in report.comparisons]
     comparisons = [c for c in every if c.schedule is None]
-    if not any(not c.passed for c in comparisons) and (stepwise := [c for c in every if not c.passed]):
-        return _at_a_step(stepwise, by_name)
     failing = [c for c in comparisons if not c.passed]
+    if not failing and (stepwise := [c for c in every if not c.passed]):
+        return _at_a_step(stepwise, by_name)
     candidates = failing or comparisons
     small = {c.case for c in comparisons if c.compared <= LARGE} or set(by_name)
     ordinary = [c for c in candidates if by_name[c.case].is_ordinary and c.case in small] or candidates

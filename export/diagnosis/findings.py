@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import onnx_ir as ir
 
-from attnforge.arrays import Array
 from attnforge.bundle import OPENVINO, Bundle, Manifest
 from attnforge.export.diagnosis.causes import first_cause, out_of_range
 from attnforge.export.diagnosis.deployed import stored_low
 from attnforge.export.diagnosis.quantised import costliest_step, saturated_on
 from attnforge.export.diagnosis.rewrites import Parting, write_reproduction
 from attnforge.export.diagnosis.trace import COSTS, Finding, Trace
-from attnforge.export.graphs.execute import values_of
 from attnforge.numbers import scientific
 from attnforge.precision import precision_named
 
@@ -30,7 +28,6 @@ class Examination:
 
     Attributes:
         bundle: the bundle.
-        feeds: inputs of the case by name.
         parting: where two graphs of the bundle diverge in float64; None if all are one function.
         trace: the canonical graph, tensor by tensor.
         failing: names of the backends that fail verification.
@@ -42,10 +39,9 @@ class Examination:
     """
 
     bundle: Bundle
-    feeds: Mapping[str, Array]
     parting: Parting | None
     trace: Trace
-    failing: Sequence[str]
+    failing: list[str]
     on_backends: Mapping[str, Mapping[str, float]]
     eager_error: float | None
     export_error: float | None
@@ -84,18 +80,8 @@ def _wrong_rewrite(examination: Examination) -> Finding | None:
     parting = examination.parting
     if parting is None:
         return None
-    node = values_of(parting.after.model)[parting.tensor].producer()
-    return Finding(
-        cause="rewrite",
-        stage=parting.after.name,
-        evidence=f"in float64, {parting.tensor} of the {parting.after.name} graph is {scientific(parting.difference)} "
-        f"off the {parting.before.name} graph's, for the same inputs: {parting.rule}",
-        tensor=parting.tensor,
-        operator=node.op_type if node is not None else None,
-        module=parting.module,
-        rule=parting.rule,
-        reproduction=[str(file) for file in write_reproduction(parting, examination.feeds, examination.folder)],
-    )
+    files = write_reproduction(parting, examination.trace.feeds, examination.folder)
+    return parting.finding.model_copy(update={"reproduction": [str(file) for file in files]})
 
 
 def _wrong_backend(examination: Examination) -> Finding | None:

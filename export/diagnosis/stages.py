@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import PurePath
 
 import onnx_ir as ir
@@ -19,22 +18,12 @@ from attnforge.export.lowering.onnxruntime import candidates_for
 from attnforge.export.tensorrt.build import site_of
 
 
-@dataclass(frozen=True)
-class StageGraph:
-    """A graph on the way from the export to a target.
+def stages(bundle: Bundle, *, of_step: bool = False) -> dict[str, ir.Model]:
+    """The graphs on the way from the export to the targets, in order and at their own types: `plain`, as it was
+    exported, if the bundle has it; `canonical`; and each graph that is lowered from it, by target.
 
-    Attributes:
-        name: `plain`, as it was exported; `canonical`; or the target that it was lowered for.
-        model: at its own types. The attention of the canonical graph is decomposed into products around a softmax,
-            because the operator itself does not determine everything that its metadata says.
-    """
-
-    name: str
-    model: ir.Model
-
-
-def stages(bundle: Bundle, *, of_step: bool = False) -> list[StageGraph]:
-    """The graphs of a bundle: plain if the bundle has it, canonical, and each graph that is lowered from it.
+    The attention of the canonical graph is decomposed into products around a softmax, because the operator itself does
+    not determine everything that its metadata says.
 
     Args:
         bundle: the bundle.
@@ -42,13 +31,14 @@ def stages(bundle: Bundle, *, of_step: bool = False) -> list[StageGraph]:
     """
     graph_of = load_graph if of_step else whole_graph
     canonical = graph_of(bundle, CANONICAL)
-    graphs = [StageGraph("canonical", decomposed(canonical, sites_of(bundle.manifest.attention)))]
+    graphs: dict[str, ir.Model] = {}
     if PLAIN in bundle.manifest.files and not of_step:
-        graphs.insert(0, StageGraph("plain", with_weights_of(load_graph(bundle, PLAIN), canonical)))
+        graphs["plain"] = with_weights_of(load_graph(bundle, PLAIN), canonical)
+    graphs["canonical"] = decomposed(canonical, sites_of(bundle.manifest.attention))
     targets: dict[str, str] = {}
     for target, record in bundle.manifest.targets.items():
         targets.setdefault(record.model, target)  # both TensorRTs parse one file
-    return [*graphs, *(StageGraph(target, graph_of(bundle, file)) for file, target in targets.items())]
+    return graphs | {target: graph_of(bundle, file) for file, target in targets.items()}
 
 
 def sites_of(certificate: Certificate) -> list[Site]:
