@@ -186,7 +186,6 @@ class Deployment:
             max_eager_error=self.options.max_eager_error,
             wrong=self.wrong,
             children={name: child for result in self.built.values() for name, child in result.children.items()},
-            reused=list(dict.fromkeys(self.reuse.reused)),
         )
 
 

@@ -177,7 +177,7 @@ class DeployOptions:
     @property
     def source_precision(self) -> str | None:
         """Name of the precision to export the model at; None for a graph's or program's own."""
-        return "fp32" if self.automatic or self.quantised or self.cache_precision else self.precision
+        return "fp32" if self.automatic or self.is_quantised else self.precision
 
     def _check_precision(self) -> None:
         precision, error = self.precision, self.max_error
@@ -185,7 +185,7 @@ class DeployOptions:
         if precision is not None and precision not in known:
             raise UnknownNameError("precision", precision, known)
         if error is not None:
-            if not (self.automatic or self.quantised or self.cache_precision):
+            if not (self.automatic or self.is_quantised):
                 raise UsageError(
                     f"max_error is {error:g} and the precision {precision or 'fp32'}; it is for precision auto or "
                     f"{', '.join(QUANTISED)}, or a cache_precision"

@@ -51,8 +51,8 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
         path = Path(folder)
         changed = TargetRecord(model=name, cuda_model=name if record.cuda_model else None)
         save(model, path / changed.model)
+        manifest = bundle.manifest.model_copy(deep=True)
         if target in FLAVOURS:
-            manifest = bundle.manifest
             of_this = ("CURRENT",) if target == "tensorrt_rtx" else ()  # TensorRT builds for no other device
             file = path / "engine.plan"
             request = Request(
@@ -62,7 +62,6 @@ def tensors_on(bundle: Bundle, backend: str, feeds: Mapping[str, Array], names: 
             )  # fmt: skip
             plan = engine.build(request)
             changed.engines = [plan.record(file.name, target, record.engines[0].compute_capabilities, sha256(file))]
-        manifest = bundle.manifest.model_copy(deep=True)
         manifest.targets, manifest.cases, manifest.files = {target: changed}, [], {}
         manifest.decoding = None  # the graph runs whole sequences
         manifest.outputs = [spec_of(value, output_dims(value, manifest.inputs)) for value in model.graph.outputs]
