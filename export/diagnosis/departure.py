@@ -268,9 +268,7 @@ def _conditions(source: Captured) -> Iterator[Any]:
     """The program's comparisons of sizes that no operator uses, and the ranges of its symbols."""
     assert source.program is not None
     for symbol, bounds in source.program.range_constraints.items():
-        for condition in (symbol >= bounds.lower, symbol <= bounds.upper):
-            if condition not in (sympy.true, sympy.false):
-                yield condition
+        yield from (symbol >= bounds.lower, symbol <= bounds.upper)
     for node in source.program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and not node.users and isinstance(value, torch.SymBool):

@@ -248,11 +248,9 @@ def saturated_product(between: Between, inputs: Array) -> Array | None:
         return None
     weight = between.stored.const_value.numpy().astype(np.int64)
     numbers = SCHEMES["int8"].rounded(inputs / step).astype(np.int64) + 128  # unsigned, as processors multiply
-    if len(weight) % 2:
-        numbers, weight = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, 1)]), np.pad(weight, [(0, 1), (0, 0)])
     total = np.zeros((*numbers.shape[:-1], weight.shape[1]), np.int64)
     saturates = False
-    for i in range(0, len(weight), 2):
+    for i in range(0, len(weight), 2):  # an odd last channel has no neighbour
         pair = numbers[..., i : i + 2] @ weight[i : i + 2]
         kept = np.clip(pair, -SATURATES, SATURATES - 1)
         saturates |= bool((kept != pair).any())
