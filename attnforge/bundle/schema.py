@@ -699,11 +699,16 @@ class Manifest(StoredRecord):
         return f"{self.name} was kept although it is wrong, or not proved to be right: {self.wrong.text()}"
 
     @property
+    def ranges(self) -> str:
+        """The range of every dynamic dim of the inputs."""
+        return ranges_of(self.inputs)
+
+    @property
     def interface(self) -> list[str]:
         """What the model takes and returns, and the ranges of the dynamic dims of its inputs, a line each."""
         lines = [f"in  {spec.name}: {spec.text()}" for spec in self.inputs]
         lines += [f"out {spec.name}: {spec.text()}" for spec in self.outputs]
-        return [*lines, f"sizes: {ranges}"] if (ranges := ranges_of(self.inputs)) else lines
+        return [*lines, f"sizes: {self.ranges}"] if self.ranges else lines
 
     def summary(self) -> str:
         """Return what the model takes and returns, how its attention was lowered, and why it is not fused where it is
