@@ -231,8 +231,7 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``; after x, the arguments of ``forward`` are
-    those of :class:`CausalAttention`."""
+    """``x = x + attention(norm1(x))``, ``x = x + feed_forward(norm2(x))``; arguments as in :class:`CausalAttention`."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
@@ -246,8 +245,14 @@ class DecoderLayer(nn.Module):
                 sizes.embed_dim, sizes.feed_forward_dim, sizes.feed_forward, bias=sizes.bias
             )
 
-    def forward(self, x: Tensor, *context: Tensor | tuple[Tensor, ...] | None) -> Tensor:
-        x = x + self.attention(self.norm1(x), *context)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask, rotation, cache)
         return x + self.feed_forward(self.norm2(x))
 
 
