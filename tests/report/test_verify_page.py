@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -119,6 +119,7 @@ class Always:
     """A tuner that chooses a given form without measuring, or the form of :data:`FORMS` for each site of `InTurn`."""
 
     form, spent = "", 0.0
+    measured: Mapping[str, FormChoice] = {}
 
     def __init__(self, *given: object) -> None: ...
 
