@@ -281,8 +281,8 @@ def _in_tensorrt(bundle: Bundle, options: Packaging) -> Served:
             for name, engine in engines.items()
         ],
     }  # fmt: skip
-    profiles = len(next(iter(engines.values())).profiles)
-    return Served(fields, {"tensorrt": record.engines[0].version}, files, profiles)
+    chosen = next(iter(engines.values()))  # all are for one version, with as many profiles
+    return Served(fields, {"tensorrt": chosen.version}, files, len(chosen.profiles))
 
 
 def _engines(bundle: Bundle, engines: Sequence[Engine], version: str | None) -> dict[str, Engine]:

@@ -227,6 +227,7 @@ def test_plans_of_the_servers_tensorrt_alone(copy: Path, tmp_path: Path) -> None
     assert not (tmp_path / "repository").exists()
     (made,) = package([bundle], tmp_path / "repository", Packaging("tensorrt", server_tensorrt="11.4"))
     assert names_in(Path(made.folder)) == ["engine.SM89.11.4.0.plan"]
+    assert parsed(tmp_path / "repository", made.name).parameters["tensorrt"].string_value == "11.4.0"
 
 
 def test_what_a_backend_of_triton_cannot_have_is_refused_in_one_line(
