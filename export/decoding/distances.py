@@ -33,7 +33,7 @@ from attnforge.export.masks.indices import MOVES, Index
 from attnforge.export.masks.numbers import Number
 from attnforge.export.masks.reader import BOOL, Interpreter, Reader
 from attnforge.export.masks.regions import fit
-from attnforge.export.masks.scores import MOST_OPERATIONS, PAIR
+from attnforge.export.masks.scores import MOST_OPERATIONS, PAIR, fraction, integer
 from attnforge.export.masks.visibility import Visibility, scores_index
 
 
@@ -132,7 +132,7 @@ class _Lines(Interpreter[list[Line]]):
         for domain, x in line.get_pieces():
             unit = x.get_denominator_val()
             ends = self.scores.bounds(isl.PwAff.from_aff(x.scale_val(unit)).intersect_domain(domain))
-            least, most = min(least, ends[0] / unit.to_python()), max(most, ends[1] / unit.to_python())
+            least, most = min(least, ends[0] / integer(unit)), max(most, ends[1] / integer(unit))
         return least, most
 
     def where(self, line: Line, is_hidden: bool) -> Line:
@@ -152,7 +152,7 @@ class _Lines(Interpreter[list[Line]]):
         pieces = line.intersect_domain(seen).get_pieces()
         apart = [x for domain, x in pieces if not domain.is_subset(own)] or [x for _, x in pieces]
         if apart and seen.is_subset(line.eq_set(isl.PwAff.from_aff(apart[0]))):
-            return float(Fraction(str(apart[0].get_coefficient_val(isl.dim_type.in_, 1))))
+            return float(fraction(apart[0].get_coefficient_val(isl.dim_type.in_, 1)))
         raise NotByDistance("it is not one line over the visible keys")
 
     def _uncached(self, value: ir.Value, index: Index) -> list[Line]:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.masks.affine import Variable
-from attnforge.export.masks.scores import Scores, Whole
+from attnforge.export.masks.scores import Scores, Whole, integer
 
 MOST_PARTS = 16
 """Maximum number of parts of a number that are bounded only."""
@@ -101,7 +101,7 @@ class Arithmetic:
         parts = []
         for domain, x in whole.get_pieces():
             if x.is_cst():
-                least = most = float(x.get_constant_val().to_python())
+                least = most = float(integer(x.get_constant_val()))
             else:  # an integer is finite
                 ends = self.scores.bounds(isl.PwAff.from_aff(x).intersect_domain(domain))
                 least, most = max(ends[0], -LARGEST), min(ends[1], LARGEST)
@@ -193,7 +193,7 @@ def _exactly(op_type: str, a: Whole, b: Whole) -> Whole | None:
     if op_type == "Ratio" or (op_type == "Mul" and not (a.is_cst() or b.is_cst())):
         return None
     if op_type in ("Div", "Floored", "Mod"):
-        divisors = {piece.get_constant_val().to_python() if piece.is_cst() else 0 for _, piece in b.get_pieces()}
+        divisors = {integer(piece.get_constant_val()) if piece.is_cst() else 0 for _, piece in b.get_pieces()}
         if len(divisors) != 1 or min(divisors) <= 0:
             return None
         if op_type != "Div":

@@ -49,7 +49,6 @@ class Scores:
 
     def __init__(self, n_q: Affine, n_k: Affine) -> None:
         self.context = isl.Context()
-        self.context.set_max_operations(MOST_OPERATIONS)
         self._space = isl.Space.set_alloc(self.context, 0, 2)
         self.always, self.never = isl.Set.universe(self._space), isl.Set.empty(self._space)
         self._atoms: dict[str, Atom] = {}
@@ -61,6 +60,7 @@ class Scores:
             self.assume(index.ge_set(self.constant(0)).intersect(index.lt_set(self.whole(count))))
         self.batch, self.head = (self.unknown_position({x}, "pattern") for x in (Variable.BATCH, Variable.HEAD))
         self._atoms |= dict(zip(self.opaque, (Variable.BATCH, Variable.HEAD), strict=True))
+        self.context.set_max_operations(MOST_OPERATIONS)
 
     def assume(self, condition: isl.Set) -> None:
         """Take a condition on indices and sizes to be True."""
@@ -207,25 +207,25 @@ class Scores:
 
     def sum_of(self, x: isl.Aff) -> Affine | None:
         """An expression of isl as a sum; None if it depends on what is opaque, or is a fraction."""
-        if x.get_denominator_val().to_python() != 1:
+        if integer(x.get_denominator_val()) != 1:
             return None
         factors: dict[Atom, int] = {}
         for i in range(x.dim(PARAMETERS)):
-            if factor := x.get_coefficient_val(PARAMETERS, i).to_python():
+            if factor := integer(x.get_coefficient_val(PARAMETERS, i)):
                 name = str(x.get_dim_name(PARAMETERS, i))
                 if name not in self._atoms:
                     return None
                 factors[self._atoms[name]] = factor
         for i, variable in enumerate(PAIR):
-            factors[variable] = x.get_coefficient_val(isl.dim_type.in_, i).to_python()
-        result = Affine.of(x.get_constant_val().to_python(), factors)
+            factors[variable] = integer(x.get_coefficient_val(isl.dim_type.in_, i))
+        result = Affine.of(integer(x.get_constant_val()), factors)
         for i in range(x.dim(DIVISIONS)):
-            if factor := x.get_coefficient_val(DIVISIONS, i).to_python():
+            if factor := integer(x.get_coefficient_val(DIVISIONS, i)):
                 division = x.get_div(i)
                 numerator = self.sum_of(division.scale_val(division.get_denominator_val()))
                 if numerator is None:
                     return None
-                result = result + numerator.floor_divided(division.get_denominator_val().to_python()) * factor
+                result = result + numerator.floor_divided(integer(division.get_denominator_val())) * factor
         return result
 
 
@@ -238,4 +238,24 @@ def _kind_of(variables: frozenset[Variable]) -> Kind:
 
 def _number(x: isl.Val) -> float:
     """The finite number, infinity, or minus infinity of nothing."""
-    return float("inf") if x.is_infty() else float("-inf") if x.is_neginfty() or x.is_nan() else float(x.to_python())
+    return float("inf") if x.is_infty() else float("-inf") if x.is_neginfty() or x.is_nan() else float(integer(x))
+
+
+def integer(x: isl.Val) -> int:
+    """A number of isl that is an integer.
+
+    Raises:
+        isl.Error: the operations are spent.
+    """
+    return int(fraction(x))
+
+
+def fraction(x: isl.Val) -> Fraction:
+    """A number of isl.
+
+    Raises:
+        isl.Error: the operations are spent.
+    """
+    if not (text := x.to_str()):  # islpy reports no error here
+        raise isl.Error("the operations are spent")
+    return Fraction(text)

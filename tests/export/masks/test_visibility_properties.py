@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from attnforge.arrays import Array
 from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.sizes import Size
+from attnforge.export.masks import scores
 from attnforge.export.masks.affine import Atom, Scalar
 from attnforge.export.masks.visibility import Visibility, numbers_at, visibility
 from tests.support.random_graphs import BOOL, INT64, Drawn
@@ -117,3 +119,15 @@ def test_a_number_is_rounded_to_its_type(op_type: str, other: float) -> None:
         return g.where(g.binary(op_type, number, g.constant(other, FLOAT16)), g.constant(0.0), g.constant(-np.inf))
 
     assert proved(write) == proved(lambda g: g.constant(0.0 if other == 2049 else -np.inf))
+
+
+@given(data=st.data(), operations=st.integers(20, 6000))
+def test_no_visible_key_is_hidden_where_the_operations_are_spent(data: st.DataObject, operations: int) -> None:
+    mask = drawn_mask(Drawn(data))
+    with patch.object(scores, "MOST_OPERATIONS", operations):
+        visible = visibility(mask.node)
+    shown = mask.numbers() > NEGLIGIBLE
+    if mask.node.attributes["is_causal"].as_int():
+        shown &= np.tri(mask.n_q, mask.n_k, dtype=bool)
+    assert not shown[..., ~regions_of(mask, visible)].any(), visible.text()
+    event("all pairs" if visible.is_full else "proved")
