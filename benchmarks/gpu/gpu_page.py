@@ -175,12 +175,6 @@ def _latencies(step: StepResult) -> list[str]:
     return parts
 
 
-def _overhead(step: StepResult) -> list[str]:
-    return [
-        text for key, item in step.items.items() for text in (f"### {key}", _timing_table(item), _values(item, ", "))
-    ]
-
-
 def _failures(results: GpuResults) -> list[str]:
     lines = []
     for name, step in results.steps.items():
