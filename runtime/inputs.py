@@ -165,9 +165,9 @@ def _check(spec: TensorSpec, shape: tuple[int, ...], dtype: Any, seen: dict[str,
         if not dim.min <= size <= dim.max:
             is_usual = size > dim.max and dim.symbol in ("batch", "tokens")
             of_names = f" (or -o max_{dim.symbol}=… for hf: models)" if is_usual else ""
+            advice = f": deploy again with a wider torch.export.Dim{of_names}" if size else ""
             raise InputError(
-                f"dim {i} of {label} ({dim.text}) is {size}; the profile takes {dim.min} to {dim.max}: deploy again "
-                f"with a wider torch.export.Dim{of_names}"
+                f"dim {i} of {label} ({dim.text}) is {size}; the profile takes {dim.min} to {dim.max}{advice}"
             )
         if size % dim.factor:
             raise InputError(f"dim {i} of {label} is {size}; it must be a multiple of {dim.factor} ({dim.text})")

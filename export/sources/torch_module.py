@@ -27,7 +27,6 @@ from attnforge.arrays import Array, to_numpy
 from attnforge.bundle import DimSpec, TensorSpec
 from attnforge.errors import CaptureError, first_line
 from attnforge.export.attention.counted import counted, in_graph, in_program, missing
-from attnforge.export.graphs.nodes import is_op
 from attnforge.export.sources.onnx_check import check_operator
 from attnforge.export.sources.programs import computed_by_torch, decomposed, promoted
 from attnforge.export.sources.repair import optimise, repair, share_weights
@@ -52,9 +51,6 @@ KEPT_ERROR = 2.0**-5
 """Relative to an output's largest number, how far rounding may change it in 16 bits."""
 
 DATA: Callable[[Any], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
-
-RECURRENT = ("GRU", "LSTM", "RNN")
-"""Operators in which ONNX Runtime 1.31 ends the process if there are no samples or no tokens."""
 
 
 @dataclass
@@ -127,7 +123,7 @@ def capture(
         module: takes tensors and returns a tensor, or a tuple, list, dict or dataclass of them.
         args: example inputs, by position or by name; their sizes become the profile's `opt`.
         dynamic_shapes: as for `torch.export`: for every input a `{dim: torch.export.Dim}`, by name or by position. A
-            Dim's `min` and `max` bound what the deployed model takes.
+            Dim's `min` and `max` bound what the deployed model takes, which is at least 1.
         precision: dtype of weights, inputs and outputs.
 
     Raises:
@@ -140,7 +136,7 @@ def capture(
     dtype = eager.torch_dtype(precision)
     cast = tuple((arg.to(dtype) if arg.is_floating_point() else arg).clone() for arg in args)  # one given twice is two
     inputs = inputs_of(copied, cast, dynamic_shapes)
-    dynamic = [dim for spec in inputs for dim in spec.dims if isinstance(dim, DimSpec)]
+    is_dynamic = any(isinstance(dim, DimSpec) for spec in inputs for dim in spec.dims)
     in_signature = inspect.signature(copied.forward).bind_partial(*shapes.values()).arguments if shapes else None
     if any(isinstance(layer, nn.RNNBase) for layer in copied.modules()):
         torch._dynamo.reset()  # which keeps loops over tokens of earlier exports, and fixes sizes that it compares
@@ -150,7 +146,7 @@ def capture(
         renamed = [name for name in names if name in answers]
         answers = eager.named_outputs(answers, names)
         called = eager.at_precision(copied, precision)  # torch replaces the containers of what it exports
-        program = _program((uncalled, called) if dynamic else (called,), cast, names, list(answers), in_signature)
+        program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers), in_signature)
     for name in renamed:
         log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, eager.apart(name))
     model = program.model
@@ -164,9 +160,6 @@ def capture(
     computed_by_torch(program)
     repair(model)
     share_weights(model)
-    if any(is_op(node, *RECURRENT) for node in model.graph):
-        for dim in dynamic:
-            dim.min = dim.min or dim.factor
     for value, spec, arg in zip(model.graph.inputs, inputs, cast, strict=True):
         value.name = spec.name  # one that is returned as it is has the name of an output
         note_example(spec, to_numpy(spec.name, arg))
@@ -384,7 +377,8 @@ def _dims(name: str, arg: Tensor, shapes: Any) -> Dims:
             raise CaptureError(
                 f"dim {i} of input {name!r} is {dim.__name__}; only multiples are supported as derived Dims"
             )
-        dims.append(DimSpec(symbol=root.__name__, factor=factor, min=low, opt=size, max=high))
+        # without samples or tokens, ONNX Runtime's Attention fails, and its recurrent layers end the process
+        dims.append(DimSpec(symbol=root.__name__, factor=factor, min=low or factor, opt=size, max=high))
     return dims
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnforge
-from attnforge.bundle import Bundle
+from attnforge.bundle import Bundle, DimSpec
 from attnforge.errors import CaptureError, InputError, UsageError, WrongError
 from attnforge.export.diagnosis.diagnose import diagnose
 from attnforge.export.diagnosis.findings import another_reference
@@ -265,6 +265,14 @@ def test_sizes_after_two_recurrent_layers_stay_dynamic() -> None:
     x = torch.randn(3, 7, DIM)
     (got,) = as_it_is(captured.model)({"x": x.numpy()}).values()
     torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
+
+
+def test_a_dynamic_dim_is_at_least_1() -> None:
+    batch, pairs = torch.export.Dim("batch", max=4), torch.export.Dim("pairs", max=9)
+    captured = capture(
+        Attention().eval(), (torch.randn(2, 4, DIM),), ({0: batch, 1: 2 * pairs},), precision_named("fp32")
+    )
+    assert [dim.min for dim in captured.inputs[0].dims if isinstance(dim, DimSpec)] == [1, 2]
 
 
 def test_an_lstm_that_projects_is_exported_over_a_fixed_number_of_tokens() -> None:
