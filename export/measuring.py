@@ -16,7 +16,7 @@ from attnforge.bundle import Bundle, Choice, Cost, Manifest, SessionSettings, wr
 from attnforge.children import ChildError, call, serve
 from attnforge.errors import BuildError
 from attnforge.memory import peak
-from attnforge.progress import Progress
+from attnforge.progress import Progress, Silent
 from attnforge.records import Record
 from attnforge.runtime.choose import choose_backend, tune_session
 
@@ -32,10 +32,24 @@ MEASURING = "measure backends"
 
 
 class MeasureRequest(Record):
-    """A request to measure the bundle in a folder, with its manifest written, for about this many seconds."""
+    """A request to measure the bundle in a folder, with its manifest written, for about this many seconds, without the
+    backends that crashed."""
 
     folder: Path
     seconds: float
+    crashed: dict[str, str] = {}
+
+
+class _LastStep(Silent):
+    """Progress that remembers the last step."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.what: str | None = None
+
+    def step(self, what: str, done: float, total: float | None) -> None:
+        self.what = what
+        self._progress.step(what, done, total)
 
 
 class Measured(Record):
@@ -61,32 +75,40 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
         progress: receives each backend.
 
     Raises:
-        BuildError: the process crashed.
+        BuildError: the process crashed before the first backend.
     """
     start = time.perf_counter()
     target = manifest.targets.get("onnxruntime")
     left = SECONDS - sum(record.tuning.seconds for record in manifest.targets.values() if record.tuning is not None)
-    try:
-        result = call(__name__, MeasureRequest(folder=folder.absolute(), seconds=left), Measured, progress)
-    except ChildError as error:
-        raise BuildError(f"measuring backends {error}; deploy without it (tune=False, --no-tune)") from error
+    request = MeasureRequest(folder=folder.absolute(), seconds=left)
+    result = None
+    while result is None:
+        last = _LastStep(progress)
+        try:
+            result = call(__name__, request, Measured, last)
+        except ChildError as error:
+            if last.what is None or last.what in request.crashed:
+                raise BuildError(f"measuring backends {error}; deploy without it (tune=False, --no-tune)") from error
+            request.crashed[last.what] = f"its process {error}"
     if target is not None:
         target.session = result.session
     manifest.choice = result.choice
     manifest.children[MEASURING] = Cost(seconds=round(time.perf_counter() - start, 3), memory=result.memory)
 
 
-def measured(folder: Path, seconds: float, progress: Progress) -> Measured:
-    """Measure the bundle in a folder for about this many seconds."""
-    end = time.perf_counter() + seconds
+def measured(request: MeasureRequest, progress: Progress) -> Measured:
+    """Answer a request."""
+    folder, end = request.folder, time.perf_counter() + request.seconds
     bundle = Bundle(folder, lazily=True, trusted=False)
-    if (target := bundle.manifest.targets.get("onnxruntime")) is not None:
+    target = bundle.manifest.targets.get("onnxruntime")
+    if target is not None and target.session is None:
         with suppress(Exception):  # verify reports what ONNX Runtime cannot run
-            target.session = tune_session(bundle, min(SETTINGS, seconds))
+            target.session = tune_session(bundle, min(SETTINGS, request.seconds))
         write_manifest(folder, bundle.manifest, only_new=True)  # the backends run with these settings
-    choice = choose_backend(Bundle(folder, lazily=True, trusted=False), end - time.perf_counter(), progress)
+    bundle = Bundle(folder, lazily=True, trusted=False)
+    choice = choose_backend(bundle, end - time.perf_counter(), progress, request.crashed)
     return Measured(session=target.session if target is not None else None, choice=choice, memory=peak())
 
 
 if __name__ == "__main__":
-    serve(MeasureRequest, lambda request, progress: measured(request.folder, request.seconds, progress))
+    serve(MeasureRequest, measured)

@@ -10,6 +10,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 import onnxruntime as ort
@@ -34,7 +35,12 @@ FEWEST_CALLS = 4 * FEWEST_ROUNDS
 """Approximate minimum number of calls in a race of two."""
 
 
-def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | None = None) -> Choice | None:
+def choose_backend(
+    bundle: Bundle,
+    seconds: float = 10.0,
+    progress: Progress | None = None,
+    crashed: Mapping[str, str] = MappingProxyType({}),
+) -> Choice | None:
     """Check every backend that can run here against the budget, and time those that meet it, in shuffled turns.
 
     Every backend is checked once, alone in memory. Those that meet the budget are opened together and timed, and again
@@ -45,6 +51,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
         seconds: time for opening and timing; the backends are opened once, and timed in a few rounds, however long that
             takes. Checking the budget is not a measurement, and does not count.
         progress: receives each backend as it is opened.
+        crashed: backends that are not tried again, with reasons.
 
     Returns:
         the choice; None if fewer than two backends can run, so that there is nothing to choose.
@@ -53,7 +60,7 @@ def choose_backend(bundle: Bundle, seconds: float = 10.0, progress: Progress | N
     able = [name for name in BACKENDS if why_unavailable(bundle, name) is None]
     if len(able) < 2:
         return None
-    dropped = why_dropped(bundle, able, progress)
+    dropped = {**crashed, **why_dropped(bundle, [name for name in able if name not in crashed], progress)}
     names, timings = [name for name in able if name not in dropped], []
     end = time.perf_counter() + seconds
     for order, share in ((names, 1 / 2), (names[::-1], 1)):

@@ -191,14 +191,13 @@ def _open_on_openvino(model: ir.Model, feeds: Mapping[str, Array]) -> Callable[[
     tensor."""
     import openvino
 
-    from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
+    from attnforge.runtime.backends.openvino_graph import prepared, properties_for
 
     core = openvino.Core()
     graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True, scores=True)
     arrays = {str(value.name): np.array(feeds[str(value.name)], order="C") for value in model.graph.inputs}
     graph.reshape({name: list(array.shape) for name, array in arrays.items()})
-    swaps_apart(graph)
-    properties = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    properties = properties_for(graph, {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"})
     request = core.compile_model(graph, "CPU", properties).create_infer_request()
 
     def run() -> Any:

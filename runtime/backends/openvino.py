@@ -26,7 +26,7 @@ from attnforge.errors import InputError, UnavailableError, UsageError, first_lin
 from attnforge.machine import cpu_quota, processors
 from attnforge.memory import available
 from attnforge.runtime.backends.backend import OPENVINO_TYPES, Backend, Memory, Options, Registered
-from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
+from attnforge.runtime.backends.openvino_graph import prepared, properties_for
 from attnforge.runtime.backends.openvino_steps import read_step, write_rows
 from attnforge.runtime.cases import shape_of, sizes_at
 from attnforge.runtime.inputs import Shapes
@@ -236,8 +236,7 @@ class OpenVino(Backend):
         return special
 
     def _compile(self, model: Any) -> _Compiled:
-        swaps_apart(model)
-        compiled = self._core.compile_model(model, "CPU", self._properties)
+        compiled = self._core.compile_model(model, "CPU", properties_for(model, self._properties))
         return _Compiled(compiled, [spec.name for spec in self._outputs], self._contexts)
 
 

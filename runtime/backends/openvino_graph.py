@@ -6,6 +6,7 @@ The rewriting gains most in bf16, on a processor with AMX. The benchmark's `open
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,11 @@ make one."""
 
 LARGE = 100.0
 """The factor from which a sum with a constant is kept apart from other constants (:func:`masks_apart`)."""
+
+WITHOUT_FUSION = {"SNIPPETS_MODE": "DISABLE"}
+"""The property with which OpenVINO generates no kernels for several operations at once."""
+
+ARITHMETIC = ("Add", "Divide", "Multiply", "Subtract")
 
 UNMARKED = ("Constant", "MVN", "Parameter", "Result", "ScaledDotProductAttention")
 """Nodes that keep no mark: OpenVINO reads bf16 norms as fp32, and its kernel of attention adds up in fp32 anyway."""
@@ -168,21 +174,37 @@ def as_products(model: Any) -> None:
         _replace(node, ops.matmul(ops.softmax(scores, -1), value, False, False))
 
 
-def swaps_apart(model: Any) -> None:
-    """Keep transposes that swap as many tokens with heads out of attention kernels. Call this right before compiling.
+def properties_for(model: Any, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties with which to compile `model`: those given, and :data:`WITHOUT_FUSION` if it is needed.
 
-    If all shapes are static, OpenVINO 2026.4 fuses the transpose of queries, attention and what follows it element by
-    element, such as zeros in fully masked rows or a gate, into one kernel. With as many queries as heads, it is wrong.
+    If all shapes are static, OpenVINO 2026.4 compiles attention and the element-by-element operations after it into one
+    kernel. That is wrong if a transpose of queries swaps as many tokens with heads, and in bf16 if scores are a sum of
+    two products, one with constant keys; and OpenVINO ends the process if the output is added or multiplied twice, as
+    in `y - y * x.sigmoid()`.
     """
+    is_low = properties["INFERENCE_PRECISION_HINT"] == "bf16"
     for node in model.get_ordered_ops():
-        order = _order(node)
-        if order not in ([0, 2, 1, 3], [1, 0, 2]) or not (shape := node.get_input_partial_shape(0)).is_static:
+        if not node.get_output_size() or not (shape := node.get_output_partial_shape(0)).is_static:
             continue
-        *_, some, others, _ = shape.to_shape()
-        if some == others > 1:
-            last = [len(order)]
-            swapped = ops.transpose(ops.unsqueeze(node.input_value(0), last), [*order, len(order)])
-            _replace(node, ops.squeeze(swapped, last))
+        if _order(node) in ([0, 2, 1, 3], [1, 0, 2]):
+            *_, some, others, _ = shape.to_shape()
+            if some == others > 1:
+                return {**properties, **WITHOUT_FUSION}
+        kind = node.get_type_name()
+        is_weighed = kind == "MatMul" and node.input_value(0).get_node().get_type_name() == "Softmax"
+        if is_weighed or kind == "ScaledDotProductAttention":
+            users = [user.get_node().get_type_name() for user in _users(node)]
+            if sum(user in ARITHMETIC for user in users) > 1:
+                return {**properties, **WITHOUT_FUSION}
+        if is_low and kind == "Softmax" and _products_in(node.input_value(0).get_node()) > 1:
+            return {**properties, **WITHOUT_FUSION}
+    return dict(properties)
+
+
+def _products_in(scores: Any) -> int:
+    """The number of products that scores are computed from, element by element."""
+    kind, operands = scores.get_type_name(), (x.get_node() for x in scores.input_values())
+    return 1 if kind == "MatMul" else sum(map(_products_in, operands)) if kind in ARITHMETIC else 0
 
 
 def masks_apart(model: Any) -> None:
@@ -247,7 +269,7 @@ def _linear(node: Any) -> tuple[Any, Array, Array] | None:
     """`x`, `factor` and `term` of a node that computes `x * factor + term`, None for any other."""
     kind, operands = node.get_type_name(), node.input_values()
     is_constant = [x.get_node().get_type_name() == "Constant" for x in operands]
-    if kind not in ("Add", "Divide", "Multiply", "Subtract") or sum(is_constant) != 1:
+    if kind not in ARITHMETIC or sum(is_constant) != 1:
         return None
     x, number = operands[is_constant[0]], operands[is_constant[1]].get_node().get_data()
     one, zero = np.ones_like(number), np.zeros_like(number)

@@ -17,6 +17,7 @@ from attnforge.errors import BuildError
 from attnforge.export import measuring
 from attnforge.progress import Silent
 from attnforge.runtime import choose as choosing
+from attnforge.runtime.backends.registry import why_not_here
 from tests.support.broken import Attention, made
 from tests.support.bundles import DeploySmall
 
@@ -35,7 +36,8 @@ def test_a_model_that_cannot_be_measured_leaves_no_optimized_one(
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(choosing, "seconds_of", fails)
-    assert measuring.measured(bundle.path, 5.0, Silent()).session is None
+    request = measuring.MeasureRequest(folder=bundle.path, seconds=5.0)
+    assert measuring.measured(request, Silent()).session is None
     assert not any("optimized" in name for name in Bundle(bundle.path).manifest.files)
     assert not list(bundle.path.rglob("*optimized*"))
 
@@ -56,6 +58,27 @@ def test_a_process_that_fails_leaves_no_bundle(program: str, tmp_path: Path, mon
     with pytest.raises(BuildError, match=REFUSED):
         attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
     assert list(tmp_path.iterdir()) == []
+
+
+CRASHING = """
+from attnforge.runtime.backends.openvino import OpenVino
+from attnforge.export import measuring
+
+OpenVino.run = lambda *arguments: __import__("os").abort()
+measuring.serve(measuring.MeasureRequest, measuring.measured)
+"""
+"""Measures, and crashes in the first run on OpenVINO."""
+
+
+@pytest.mark.skipif(why_not_here("openvino") is not None, reason=str(why_not_here("openvino")))
+def test_a_backend_that_crashes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "command", lambda *arguments: [sys.executable, "-c", CRASHING])
+    module, args, shapes = made(Attention)
+    bundle = attnforge.deploy(module, args, tmp_path / "bundle", shapes, targets=["onnxruntime"])
+    choice = bundle.manifest.choice
+    assert choice is not None and choice.picked == "onnxruntime-cpu"
+    assert choice.dropped["openvino"].startswith("its process crashed (signal 6)")
+    assert attnforge.load(bundle).backend == "onnxruntime-cpu"
 
 
 def test_lines_of_the_process_are_distinguished_by_their_fields(

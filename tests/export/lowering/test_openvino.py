@@ -24,7 +24,7 @@ from attnforge.export.lowering.band import Band
 from attnforge.export.lowering.blocks import BLOCKS
 from attnforge.export.lowering.openvino import CANONICAL_FORM, LIBRARY, STEPS, candidates_for, lower
 from attnforge.export.lowering.tuning import Tuner, by_rules
-from attnforge.runtime.backends.openvino_graph import prepared, swaps_apart
+from attnforge.runtime.backends.openvino_graph import prepared, properties_for
 from attnforge.runtime.backends.registry import why_not_here
 from tests.export.lowering.test_blocks import BANDS, CAUSAL_PREFIXES, NAMES, NO_BANDS, exported, inputs, truth
 from tests.export.lowering.test_blocks_properties import bands, causal_prefix, drawn, graph_of, visible
@@ -43,8 +43,8 @@ def compiled(model: ir.Model) -> Callable[[Mapping[str, Array]], dict[str, Array
 
     core = openvino.Core()
     graph = prepared(core.read_model(ir.to_proto(model).SerializeToString()), widen=True)
-    swaps_apart(graph)
-    request = core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+    properties = properties_for(graph, {"INFERENCE_PRECISION_HINT": "f32"})
+    request = core.compile_model(graph, "CPU", properties).create_infer_request()
     taken = {name for port in graph.inputs for name in port.get_names()}
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
