@@ -20,7 +20,7 @@ from attnforge.export.attention.layout import Dims, Layout, Sized, rearrange
 from attnforge.export.attention.operands import Operand
 from attnforge.export.attention.walk_back import TensorScale
 from attnforge.export.graphs.attention import SILENT_ROWS, Reading
-from attnforge.export.graphs.build import Builder, broadcast_like, cast, dims_of, typed
+from attnforge.export.graphs.build import Builder, broadcast_like, cast, constant, dims_of, like, typed
 from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.graphs.sizes import Size
 
@@ -60,19 +60,21 @@ def attention_node(op: Builder, name: str, reading: Reading, mask: ir.Value | No
     Args:
         op: records the node.
         name: its name.
-        reading: the operands on four dims, the scale, ≥ 0, and what else are attributes of the node.
+        reading: the operands on four dims, the scale, and what else are attributes of the node.
         mask: all masks in one, which broadcasts to `(B, H, n_q, n_k)`; None if there are none.
 
     Returns:
         `(B, H, n_q, d_v)`, in the type of the query.
     """
     query, key, value = reading.query, reading.key, reading.value
+    if reading.scale <= 0:  # kernels take the root of their scale, and some read 0 as its default
+        query = like(op.Mul(query, constant(op, -1.0 if reading.scale else 0.0, query.dtype)), query)
     optional = {
         "is_causal": int(reading.is_causal),
         "softcap": reading.softcap,
         "softmax_precision": reading.softmax_precision,
     }
-    attributes = {"scale": reading.scale, **{name: number for name, number in optional.items() if number}}
+    attributes = {"scale": abs(reading.scale) or 1.0, **{name: number for name, number in optional.items() if number}}
     inputs = [query, key, value, *([mask] if mask is not None else [])]
     metadata = {SILENT_ROWS: "nan"} if reading.silent_rows_are_nan else {}
     output = op.op("Attention", inputs, attributes, name=name, metadata_props=metadata)

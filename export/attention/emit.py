@@ -49,15 +49,13 @@ def emit(graph: ir.Graph, name: str, scores: Scores, weights: Weights, softmax_d
         layouts = (axes.layout(*dims) for dims in (QUERY, KEY, VALUE))
         query, key, value = map(writer.arranged, operands, layouts)
         query = writer.scaled(query, score_steps.tensor_scales, *ROWS)
-        if scale < 0:  # the operator takes the root of its scale
-            query = like(op.Neg(query), query)
         mask = mask_of(writer, score_steps)
         if sink is not None:
             key, value = (with_zeros(op, x, sink.count, first=sink.first) for x in (key, value))
             mask = with_sinks(writer, mask, sink)
         precision = softmax_dtype.value if softmax_dtype is not None and softmax_dtype != dtype else 0
         reading = Reading(
-            query, key, value, abs(scale), softcap=score_steps.softcap, softmax_precision=precision,
+            query, key, value, scale, softcap=score_steps.softcap, softmax_precision=precision,
             silent_rows_are_nan=not weight_steps.nan_rows_zeroed,
         )  # fmt: skip
         result = attention_node(op, name, reading, mask)
@@ -134,6 +132,8 @@ def is_standard(node: ir.Node) -> bool:
     """Whether an Attention node is canonical already, apart from its scale."""
     query, key, value, mask, *others = (optional_input(node, i) for i in range(7))
     if node.domain != "" or any(rank_of(v) != 4 for v in (query, key, value)):
+        return False
+    if node.attributes.get_float("scale", 1.0) <= 0:
         return False
     if mask is not None:  # on four dims, the last as long as the keys or one, and it masks something
         is_whole = rank_of(mask) == 4 and sizes_of(mask)[3] in (ONE, sizes_of(input_of(node, 1))[2])

@@ -84,6 +84,7 @@ def packed(tokens: int, heads: int = H, size: int = D) -> Array:
     return normal(B, tokens, heads * size)
 
 
+APART = apart(N), apart(M), apart(M)
 STACKED = normal(B, N, H, 3, D)
 UNSTACKED = [STACKED[:, :, :, i].reshape(B, N, -1) for i in range(3)]
 CACHE = (normal(B, H, 3, D), normal(B, H, 3, D))
@@ -107,6 +108,11 @@ WRITTEN = {
     ),
     "mask of two dims": Written("Attention", [apart(N), apart(M), apart(M), ALLOWED], {}, ""),
     "bias of three dims": Written("Attention", [apart(N), apart(M), apart(M), normal(H, N, M)], {"scale": 0.3}, ""),
+    "scale of 0": Written("Attention", [*APART], {"scale": 0.0}, ""),
+    "negative scale": Written(
+        "Attention", [*APART], {"scale": -0.3}, "",
+        same_as=Written("Attention", [-APART[0], *APART[1:]], {"scale": 0.3}, ""),
+    ),
     "cache": Written("Attention", [apart(N), apart(N), apart(N), None, *CACHE], {}, "", outputs=3),
     "cache, causal": Written("Attention", [apart(2), apart(2), apart(2), None, *CACHE], {"is_causal": 1}, "", 3),
     "cache, three dims, bias": Written(
