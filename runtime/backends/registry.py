@@ -84,6 +84,7 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
         UnavailableError: none runs here; gives the reason for each.
     """
     reasons: dict[str, str] = {}
+    choice = chosen_here(bundle)
     for candidate in candidates:
         reason = (why_unavailable if named else why_not_unasked)(bundle, candidate, options.device)
         if reason == STRANGERS.format(candidate):
@@ -96,6 +97,8 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
             else:
                 skipped = "".join(f"; not {name}: {why}" for name, why in reasons.items())
                 log.info("%s runs on %s%s", bundle.manifest.name, candidate, skipped)
+                if choice is not None and (why := choice.dropped.get(candidate)) is not None:
+                    log.warning("%s on %s was left out by deploy on this machine: %s", bundle.path, candidate, why)
                 return backend
         reasons[candidate] = reason
     raise UnavailableError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))

@@ -87,7 +87,7 @@ def test_on_another_machine_the_rules_choose(deployed: Bundle, tmp_path: Path, f
 
 @needs_openvino
 def test_a_backend_over_the_budget_is_not_chosen_and_the_reason_is_recorded(
-    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deployed: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = verify.hold
 
@@ -101,6 +101,10 @@ def test_a_backend_over_the_budget_is_not_chosen_and_the_reason_is_recorded(
     assert list(choice.milliseconds) == ["onnxruntime-cpu"]
     assert "planted" in choice.dropped["openvino"]
     bundle = with_choice(deployed, tmp_path / "b", **{name: getattr(choice, name) for name in Choice.model_fields})
+    attnforge.load(bundle).close()
+    assert not caplog.records
+    attnforge.load(bundle, "openvino").close()
+    assert "on openvino was left out by deploy on this machine: it missed the parity budget" in caplog.text
     report = attnforge.verify(bundle)
     assert report.passed and "planted" in report.skipped["openvino"]
     assert attnforge.load(bundle).backend == "onnxruntime-cpu"
