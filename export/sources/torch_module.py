@@ -38,6 +38,7 @@ from attnforge.precision import Precision
 from attnforge.quiet import quiet
 from attnforge.runtime.backends import eager
 from attnforge.runtime.backends.uncompiled import traced
+from attnforge.runtime.cases import shape_of, sizes_at
 
 log = logging.getLogger("attnforge")
 
@@ -146,7 +147,11 @@ def capture(
         renamed = [name for name in names if name in answers]
         answers = eager.named_outputs(answers, names)
         called = eager.at_precision(copied, precision)  # torch replaces the containers of what it exports
-        program = _program((uncalled, called) if is_dynamic else (called,), cast, names, list(answers), in_signature)
+        copies: list[Callable[[], nn.Module]] = [lambda: called]
+        if is_dynamic:
+            grown = partial(_called_with_largest, eager.at_precision(copied, precision), cast, inputs)
+            copies = [lambda: uncalled, grown, *copies]
+        program = _program(copies, cast, names, list(answers), in_signature)
     for name in renamed:
         log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, eager.apart(name))
     model = program.model
@@ -208,8 +213,21 @@ def _answers(
     return answers, ran
 
 
+def _called_with_largest(module: nn.Module, args: Sequence[Tensor], inputs: Sequence[TensorSpec]) -> nn.Module:
+    """`module`, called with each dim in turn at its largest size: what it keeps for all sizes is as large."""
+    usual, largest = (sizes_at(inputs, bound) for bound in ("opt", "max"))
+    for symbol, size in largest.items():
+        shapes = (shape_of(spec, {**usual, symbol: size}) for spec in inputs)
+        larger = [arg.clone() for arg in args]
+        for i, shape in enumerate(shapes):
+            for axis, count in enumerate(shape):
+                larger[i] = larger[i].index_select(axis, torch.arange(count) % args[i].shape[axis])
+        eager.outputs_of(module, larger, torch.float32)
+    return module
+
+
 def _program(
-    copies: Sequence[nn.Module], args: Sequence[Tensor], names: list[str], outputs: list[str], shapes: Any
+    copies: Sequence[Callable[[], nn.Module]], args: Sequence[Tensor], names: list[str], outputs: list[str], shapes: Any
 ) -> Any:
     """The program of the first copy of a module that torch exports. One that was called may keep tables of the
     example's sizes, of which one that was not called computes those of any sizes.
@@ -217,19 +235,18 @@ def _program(
     Raises:
         CaptureError: torch exports none.
     """
-    *_, last = copies
+    last = copies[-1]()
     to_onnx = partial(
         torch.onnx.export, args=tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False,
         input_names=names, output_names=outputs, optimize=False, custom_translation_table=translations(),
     )  # fmt: skip
     # torch.onnx takes no quotient of sizes, such as those of two batches, for 1; torch.export does
-    ways: list[Callable[[], Any]] = [partial(to_onnx, each) for each in copies]
-    ways.append(lambda: to_onnx(export(last, tuple(args), dynamic_shapes=shapes)))
+    models: list[Callable[[], Any]] = [*copies, lambda: export(last, tuple(args), dynamic_shapes=shapes)]
     errors: list[Exception] = []
-    for way in ways:
+    for model in models:
         try:
             with _Data(), traced():
-                program = way()
+                program = to_onnx(model())
             assert program is not None
             optimise(program.model)
             return program

@@ -235,43 +235,59 @@ def apart(name: str) -> str:
 
 
 def named_outputs(result: Any, inputs: Collection[str]) -> dict[str, Tensor]:
-    """The tensors that a module returned, by their names as a bundle's outputs; of a dataclass, its fields that are not
-    None.
+    """The tensors that a module returned, by their names as a bundle's outputs. A tensor in a tuple, list, mapping or
+    dataclass in another has the names of both, as in `output_1_0`; None is left out.
 
     Args:
         result: what the module returned.
         inputs: names of its arguments.
 
     Raises:
-        CaptureError: the result is not a tensor, or a tuple, list, mapping or dataclass of tensors, or a bundle cannot
-            have its names.
+        CaptureError: the result has something else in it or nothing, or a bundle cannot have its names.
     """
-    if dataclasses.is_dataclass(result) and not isinstance(result, Mapping):
-        if pytree.tree_is_leaf(result):
-            torch.export.register_dataclass(type(result))  # otherwise torch does not export it
-        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-        result = {name: value for name, value in fields.items() if value is not None}
-    if isinstance(result, Mapping):
-        names, items = [str(key) for key in result], list(result.values())
-    else:
-        items = [*result] if isinstance(result, tuple | list) else [result]
-        names = ["output"] if len(items) == 1 else [f"output_{i}" for i in range(len(items))]
-    names = [apart(name) if name in inputs else name for name in names]
+    names, items = [], []
+    for name, item in _parts(result, "" if isinstance(_fields(result), Mapping) else "output"):
+        if not isinstance(item, Tensor):
+            raise CaptureError(f"{RETURNED}, not {type(item).__name__} in what it returned")
+        if item.is_complex():
+            raise CaptureError(
+                "the module returns complex numbers; return real pairs, as torch.view_as_real makes them"
+            )
+        names.append(apart(name) if name in inputs else name)
+        items.append(item)
+    if not items:
+        raise CaptureError(f"{RETURNED}, not nothing")
+    if len(items) == 1 and isinstance(result, tuple | list):
+        names = [apart("output") if "output" in inputs else "output"]
     for i, name in enumerate(names):
         if not 0 < len(name) <= LONGEST_NAME or CONTROL.search(name) or name in names[:i]:
             raise CaptureError(
                 f"the module returns an output named {shortened(name)!r}; give each a name of its own, of at most "
                 f"{LONGEST_NAME:,} characters and without control characters"
             )
-    others = [type(item).__name__ for item in items if not isinstance(item, Tensor)]
-    if others or not items:
-        found = f"{others[0]} in what it returned" if others else "nothing"
-        raise CaptureError(
-            f"the module must return a tensor, or a tuple, list, dict or dataclass of tensors, not {found}"
-        )
-    if any(item.is_complex() for item in items):
-        raise CaptureError("the module returns complex numbers; return real pairs, as torch.view_as_real makes them")
     return dict(zip(names, items, strict=True))
+
+
+RETURNED = "the module must return a tensor, or a tuple, list, dict or dataclass of tensors"
+
+
+def _fields(result: Any) -> Any:
+    """A dataclass as a mapping of its fields, and anything else as it is."""
+    if not dataclasses.is_dataclass(result) or isinstance(result, Mapping):
+        return result
+    if pytree.tree_is_leaf(result):
+        torch.export.register_dataclass(type(result))  # otherwise torch does not export it
+    return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+
+
+def _parts(result: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is in a result, in order, with its names."""
+    result = _fields(result)
+    if isinstance(result, Mapping | tuple | list):
+        for key, item in result.items() if isinstance(result, Mapping) else enumerate(result):
+            yield from _parts(item, f"{name}_{key}" if name else str(key))
+    elif result is not None:
+        yield name, result
 
 
 class Eager(Backend):

@@ -316,7 +316,7 @@ def test_an_exported_graph_with_frozen_sizes_is_refused_in_one_line(tmp_path: Pa
             r"does not run .* \(test_awkward\.py:\d+\); the inputs of case extremes are random, .* checks of data "
             r"out of forward, and sizes that it does not take out of its Dims$",
         ),
-        (lambda s, y: [{"y": y}], r"^the module must return a tensor, or .* of tensors, not dict in what it returned$"),
+        (lambda s, y: [{1, 2}], r"^the module must return a tensor, or .* of tensors, not set in what it returned$"),
     ],
 )
 def test_errors_of_the_module_itself_are_one_line(

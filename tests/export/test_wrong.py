@@ -264,6 +264,22 @@ class KeepsAsManyPositions(nn.Module):
         return x * self.positions[: x.shape[1]]
 
 
+class KeepsAsManyInABuffer(nn.Module):
+    """The same in a buffer, which torch does not export if it is missing."""
+
+    positions: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None or x.shape[1] > len(self.positions):
+            self.register_buffer("positions", torch.arange(x.shape[1], dtype=x.dtype)[:, None], persistent=False)
+        assert self.positions is not None
+        return x * self.positions[: x.shape[1]]
+
+
 class KeepsPositionsOfItsTokens(nn.Module):
     """Keeps positions for the number of tokens that it was called with, and makes others for another number."""
 
@@ -280,7 +296,7 @@ def test_a_module_that_keeps_what_does_not_depend_on_its_inputs_is_captured() ->
     capture(KeepsPositions().eval(), (X,), None, FP32)
 
 
-@pytest.mark.parametrize("module", [KeepsAsManyPositions(), KeepsPositionsOfItsTokens()])
+@pytest.mark.parametrize("module", [KeepsAsManyPositions(), KeepsAsManyInABuffer(), KeepsPositionsOfItsTokens()])
 def test_tables_that_a_module_keeps_for_its_sizes_do_not_fix_them(module: nn.Module, tmp_path: Path) -> None:
     shapes = ({1: Dim("tokens", min=2, max=32)},)
     attnforge.deploy(module.eval(), (X,), tmp_path / "b", shapes, targets=["onnxruntime"], tune=False)

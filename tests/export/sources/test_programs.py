@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -317,7 +319,25 @@ class Several(nn.Module):
         return {"output": x, "more": self.results} if self.results is not None else ()
 
 
-@pytest.mark.parametrize(("results", "found"), [([1], "not list in what it returned"), (None, "not nothing")])
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda x: (x, None), ["output"]),
+        (lambda x: (None, x, x + 1), ["output_1", "output_2"]),
+        (lambda x: (x, [x + 1, {"more": x + 2}]), ["output_0", "output_1_0", "output_1_1_more"]),
+        (lambda x: {"last": x, "all": (x + 1, None, x + 2), "none": []}, ["last", "all_0", "all_2"]),
+    ],
+)
+def test_tensors_in_what_is_returned_are_outputs(returned: Callable[[Tensor], Any], names: list[str]) -> None:
+    module = Several(None)
+    module.forward = lambda x: returned(2 * x)  # type: ignore[method-assign]
+    captured = capture(module, (torch.ones(2, 8),), None, precision_named("fp32"))
+    assert [spec.name for spec in captured.outputs] == names
+    results = as_it_is(captured.model)({"x": np.ones((2, 8), np.float32)})
+    assert [float(results[name].max()) for name in names] == [2.0 + i for i in range(len(names))]
+
+
+@pytest.mark.parametrize(("results", "found"), [([1], "not int in what it returned"), (None, "not nothing")])
 def test_what_is_returned_must_be_tensors(results: Any, found: str) -> None:
     with pytest.raises(CaptureError, match=f"dataclass of tensors, {found}"):
         capture(Several(results), (torch.randn(2, 8),), None, precision_named("fp32"))
