@@ -18,6 +18,7 @@ from attnforge.errors import BuildError
 from attnforge.memory import peak
 from attnforge.progress import Progress, Silent
 from attnforge.records import Record
+from attnforge.runtime.backends.registry import CRASHED
 from attnforge.runtime.choose import choose_backend, tune_session
 
 SECONDS = 20.0
@@ -89,7 +90,7 @@ def measure(folder: Path, manifest: Manifest, progress: Progress) -> None:
         except ChildError as error:
             if last.what is None or last.what in request.crashed:
                 raise BuildError(f"measuring backends {error}; deploy without it (tune=False, --no-tune)") from error
-            request.crashed[last.what] = f"its process {error}"
+            request.crashed[last.what] = f"{CRASHED} {error}"
     if target is not None:
         target.session = result.session
     manifest.choice = result.choice

@@ -7,7 +7,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -51,10 +51,33 @@ def unrecognised(graph: ir.Graph) -> Iterator[tuple[tuple[ir.Node, ...], str]]:
         if (pairs := _pairs_of(node, computed)) is None:
             continue
         for path, _, is_chosen in products_after(node, pairs, computed):
-            nonlinear = [other.op_type for other in path[1:-1] if _is_nonlinear(other, path[0].outputs[0])]
-            if nonlinear and not is_chosen:
+            if is_chosen:
+                continue
+            scores, weights = path[0].outputs[0], path[-2].outputs
+            computing = (*path[1:-1], *sorted(_between(scores, weights), key=_is_test))
+            nonlinear = [other.op_type for other in computing if _is_nonlinear(other, scores)]
+            if nonlinear:
                 yield path, COMPUTES.format(nonlinear[0])
                 break
+
+
+def _between(scores: ir.Value, weights: Sequence[ir.Value]) -> list[ir.Node]:
+    """The nodes through which weights depend on scores, but for their sizes and other attention."""
+    needed, nodes, todo = set(upstream(weights, lambda value: value is scores)), dict[ir.Node, None](), [scores]
+    for value in todo:
+        for node in value.consumers():
+            if node not in nodes and not is_op(node, *_APART) and not needed.isdisjoint(node.outputs):
+                nodes[node] = None
+                todo += node.outputs
+    return list(nodes)
+
+
+_APART = ("Attention", "Shape", "Size", "Softmax")
+
+
+def _is_test(node: ir.Node) -> bool:
+    """Whether a node returns booleans, as comparisons do."""
+    return node.outputs[0].dtype == ir.DataType.BOOL
 
 
 def _is_nonlinear(node: ir.Node, scores: ir.Value) -> bool:

@@ -60,7 +60,8 @@ def to_double(model: ir.Model, *, least_stays_least: bool = True) -> None:
     attention_as_products(model)
     if any(is_op(node, "RotaryEmbedding") for node in graph):
         graph.opset_imports[""] = max(graph.opset_imports.get("", 0), ROTARY_OPSET)
-    inline_functions(model)
+    if inline_functions(model):
+        retype(model, narrow, DOUBLE)  # of constants in their bodies
     for node in model.graph:
         if is_op(node, *_NORMALIZATIONS):
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", DOUBLE.value)
@@ -105,13 +106,21 @@ def _decompose(graph: ir.Graph, decompositions: Mapping[tuple[str, str], Write])
             raise NoDoublePath(f"{node.op_type} ({node.name}): output {len(results)} is used")
 
 
-def inline_functions(model: ir.Model) -> None:
-    """Replace the operators :data:`FUNCTIONS` by their ONNX function bodies, in place. Weights are not copied."""
-    names = {node.op_type for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS}
-    if names:
-        functions = [("", name) for name in names]
+def inline_functions(model: ir.Model) -> bool:
+    """Replace the operators :data:`FUNCTIONS` by their ONNX function bodies, in place, and return whether there were
+    any. Weights are not copied."""
+    found = [node for node in model.graph if node.domain == "" and node.op_type in FUNCTIONS]
+    for node in found:  # onnx's inliner takes an attribute that a node omits for an empty one
+        schema = onnx.defs.get_schema(node.op_type, model.opset_imports[""])
+        for name, attribute in schema.attributes.items():
+            if name not in node.attributes and attribute.default_value.name:
+                node.attributes.add(ir.serde.deserialize_attribute(attribute.default_value))
+    if found:
+        functions = [("", name) for name in {node.op_type for node in found}]
         inline = onnx.inliner.inline_selected_functions
         through_onnx(model, lambda proto: inline(proto, functions, inline_schema_functions=True))
+        inline_functions(model)  # Mish computes a Softplus
+    return bool(found)
 
 
 def through_onnx(model: ir.Model, change: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:

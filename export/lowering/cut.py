@@ -17,9 +17,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnforge.arrays import Array
+from attnforge.errors import first_line, shortened
 from attnforge.export.graphs.execute import as_it_is, part_of, values_of
 from attnforge.export.graphs.nodes import input_of, inputs_of, is_op, numpy_type
-from attnforge.export.graphs.sizes import shape_at
+from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.graphs.types import FLOATS
 from attnforge.export.lowering.attention import Attention, Candidate, attention_of, write
 
@@ -69,7 +70,7 @@ class Cut:
             past: the number of tokens in a cache.
 
         Raises:
-            Unmeasurable: a shape is not known.
+            Unmeasurable: a shape is not known, or operands cannot be computed from such inputs.
         """
         rng = np.random.default_rng(0)
         arrays: dict[str, Array] = {}
@@ -86,7 +87,10 @@ class Cut:
             if name == self.mask and prod(shape[:-1]) > 1:
                 array.reshape(-1, shape[-1])[0] = -np.inf if dtype in FLOATS else False
             arrays[name] = array.astype(numpy_type(value))
-        return arrays | (as_it_is(self.model, self.shared)(arrays) if self.shared else {})
+        try:
+            return arrays | (as_it_is(self.model, self.shared)(arrays) if self.shared else {})
+        except Exception as error:  # ONNX Runtime raises errors of several kinds
+            raise Unmeasurable(f"random inputs do not give its operands ({shortened(first_line(error))})") from error
 
 
 def cut_of(model: ir.Model, a: Attention, projects: bool = False) -> Cut:

@@ -513,4 +513,8 @@ def _why(error: BaseException) -> str:
         line = f"its exporter has no ONNX function for {'.'.join(unknown.groups())}; compute it by other operators"
     if values := re.match(r"Could not .* (data-dependent expression .*) \(unhinted: ", line):
         line = f"its code depends on values ({values[1]}); choose by torch.where, or deploy the part before it"
+    if "must be bool, not SymBool" in line:
+        line += "; write bool(…) around a comparison of sizes"
+    if re.match(r"Unsupported attribute type: .*SymbolicTensor", line):
+        line = "a constant of an operator, such as a convolution's groups, depends on a dynamic dim; give no Dim for it"
     return line + eager.raised_at(error)

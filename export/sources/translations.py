@@ -134,6 +134,13 @@ def floor_divide(self: Any, other: Any) -> Any:
     return op.Div(op.Sub(self, op.Mod(self, other)), other)
 
 
+def rounded_quotient(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    """`torch.div` with a rounding mode. Of integers the exporter computes it in fp32, which is exact up to 2^24."""
+    if rounding_mode is None or not self.dtype.is_integer():
+        return core.aten_div_mode(self, other, rounding_mode)
+    return floor_divide(self, other) if rounding_mode == "floor" else op.Div(self, other)
+
+
 def floor_divide_sizes(self: Any, other: Any) -> Any:
     """`self // other` of numbers of the shape, which the exporter rounds towards zero: the same where neither is
     negative, as in most; but `-(-tokens // 2)` rounds up."""
@@ -408,6 +415,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.baddbmm.default: added_to(core.aten_baddbmm),
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     operator.floordiv: floor_divide_sizes,
+    torch.ops.aten.div.Tensor_mode: rounded_quotient,
     torch.ops.aten.expm1.default: expm1,
     torch.ops.aten.floor_divide.default: floor_divide,
     torch.ops.aten.histc.default: histogram,

@@ -245,8 +245,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the largest absolute number of every operator's results, or of the sum of squares within an operator that
-    other libraries compute in separate steps."""
+    """Records the largest absolute number of every operator's results. Of an operator that other libraries compute in
+    separate steps, also a bound of what these make: a sum of squares, or the scores of attention."""
 
     def __init__(self, peaks: list[float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -259,8 +259,11 @@ class _Note(TorchDispatchMode):  # type: ignore[no-untyped-call]
             norm = float(torch.linalg.vector_norm(args[0]))
             self._peaks.append(norm * norm)
         elif not func.is_view and func.overloadpacket not in UNINITIALISED:
-            tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor) and t.is_floating_point()]
-            self._peaks.append(max((_largest(tensor) for tensor in tensors if tensor.numel()), default=0.0))
+            leaves = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor) and t.is_floating_point()]
+            peaks = [_largest(tensor) for tensor in leaves if tensor.numel()]
+            if func == aten.scaled_dot_product_attention.default and peaks:
+                peaks.append(math.prod(_largest(torch.linalg.vector_norm(operand, dim=-1)) for operand in args[:2]))
+            self._peaks.append(max(peaks, default=0.0))
         return results
 
 

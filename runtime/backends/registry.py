@@ -71,6 +71,10 @@ def open_backend(bundle: Bundle, backend: str, options: Options) -> Backend:
     return as_model(REGISTRY[backend].open(bundle, options), bundle.manifest)
 
 
+CRASHED = "its process"
+"""How a reason begins why a backend was left out that ended its process."""
+
+
 def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, named: bool = True) -> Backend:
     """Open the first of `candidates` that runs here. Whether a plan can be loaded is known only once it is tried.
 
@@ -89,6 +93,9 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
         reason = (why_unavailable if named else why_not_unasked)(bundle, candidate, options.device)
         if reason == STRANGERS.format(candidate):
             log.warning("%s is not loaded on %s: %s", bundle.path, candidate, reason)
+        why = choice.dropped.get(candidate) if choice is not None else None
+        if reason is None and why is not None and why.startswith(CRASHED):
+            reason = f"{why} when the bundle was deployed on this machine"
         if reason is None:
             try:
                 backend = open_backend(bundle, candidate, options)
@@ -97,7 +104,7 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
             else:
                 skipped = "".join(f"; not {name}: {why}" for name, why in reasons.items())
                 log.info("%s runs on %s%s", bundle.manifest.name, candidate, skipped)
-                if choice is not None and (why := choice.dropped.get(candidate)) is not None:
+                if why is not None:
                     log.warning("%s on %s was left out by deploy on this machine: %s", bundle.path, candidate, why)
                 return backend
         reasons[candidate] = reason

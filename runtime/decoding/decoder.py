@@ -59,7 +59,7 @@ class Decoder:
 
     Raises:
         InputError: more samples than the bundle supports.
-        UnavailableError: there is too little memory for the caches; says how much they take.
+        UnavailableError: there is too little memory for caches and outputs; says how much they take.
 
     Attributes:
         batch: number of samples.
@@ -77,12 +77,14 @@ class Decoder:
         self._busy = threading.Lock()
         self._past = np.zeros(batch, np.int64)
         shapes = {spec.name: (batch, *_fixed(spec, 1)) for spec in self._decoding.tensors}
+        answers = {spec.name: (batch, 1, *_fixed(spec, 2)) for spec in self._outputs}
         needed = sum(prod(shape) * backend.dtype_of(name).itemsize for name, shape in shapes.items())
+        needed += sum(prod(answers[spec.name]) * np.dtype(spec.dtype).itemsize for spec in self._outputs)
         left = backend.free_bytes() if needed > ROOM else None
         if left is not None and needed > left:
             raise UnavailableError(
-                f"the caches of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, and "
-                f"{left / 2**30:,.2f} GiB are free; decode fewer samples at once, or deploy with fewer cache_tokens"
+                f"caches and outputs of {batch} samples with {self.places} tokens each take {needed / 2**30:,.2f} GiB, "
+                f"and {left / 2**30:,.2f} GiB are free; decode fewer samples at once, or deploy with fewer cache_tokens"
             )
         try:
             self._caches = {name: backend.new_cache(shape, backend.dtype_of(name)) for name, shape in shapes.items()}
@@ -90,7 +92,7 @@ class Decoder:
             raise UnavailableError(f"the caches of {batch} samples, {needed / 2**30:,.2f} GiB: {error}") from error
         self._of_token = _fixed(self._tokens, 2)
         self._token = np.zeros((batch, 1, *self._of_token), self._tokens.dtype)
-        self._answers = {spec.name: np.zeros((batch, 1, *_fixed(spec, 2)), spec.dtype) for spec in self._outputs}
+        self._answers = {spec.name: np.zeros(answers[spec.name], spec.dtype) for spec in self._outputs}
         self._first = np.zeros(1, np.int64)
         self._next: Callable[[], None] | None = None
 

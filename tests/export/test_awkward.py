@@ -326,6 +326,25 @@ def test_errors_of_the_module_itself_are_one_line(
         deployed(inside, tmp_path / "b", "fp32")
 
 
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        (
+            lambda s, y: F.scaled_dot_product_attention(y, y, y, is_causal=y.shape[0] > 1),
+            r"must be bool, not SymBool; write bool\(…\) around a comparison of sizes \(test_awkward\.py:\d+\)$",
+        ),
+        (
+            lambda s, y: F.conv1d(y.flatten(0, 1)[None], y.flatten(0, 1)[:, None, :3], groups=y.shape[0] * TOKENS),
+            r"a constant of an operator, such as a convolution's groups, depends on a dynamic dim; give no Dim for it",
+        ),
+    ],
+)
+def test_what_torch_cannot_export_at_dynamic_sizes(inside: Callable[[Any, Tensor], Any], message: str) -> None:
+    module, args = made(inside)
+    with pytest.raises(CaptureError, match=message):
+        capture(module, args, ({0: torch.export.Dim("batch", min=1, max=4)},), precision_named("fp32"))
+
+
 def test_a_static_method_that_a_module_keeps(tmp_path: Path) -> None:
     module, args = made(lambda s, y: s.squash(y))
     vars(module)["squash"] = staticmethod(torch.sin)

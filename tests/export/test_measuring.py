@@ -13,7 +13,7 @@ import pytest
 import attnforge
 from attnforge import children
 from attnforge.bundle import Bundle
-from attnforge.errors import BuildError
+from attnforge.errors import BuildError, UnavailableError
 from attnforge.export import measuring
 from attnforge.progress import Silent
 from attnforge.runtime import choose as choosing
@@ -79,6 +79,8 @@ def test_a_backend_that_crashes_is_left_out(tmp_path: Path, monkeypatch: pytest.
     assert choice is not None and choice.picked == "onnxruntime-cpu"
     assert choice.dropped["openvino"].startswith("its process crashed (signal 6)")
     assert attnforge.load(bundle).backend == "onnxruntime-cpu"
+    with pytest.raises(UnavailableError, match=r"openvino: its process crashed \(signal 6\): .* when the bundle was"):
+        attnforge.load(bundle, "openvino")
 
 
 def test_lines_of_the_process_are_distinguished_by_their_fields(

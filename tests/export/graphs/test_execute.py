@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.export import Dim
 from attnforge.arrays import Array
 from attnforge.export.graphs.attention import SILENT_ROWS
 from attnforge.export.graphs.execute import as_it_is, at_own_precision, computed, in_float64, part_of
-from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.float64 import FUNCTIONS, NoDoublePath
 from attnforge.export.graphs.types import widen
 from attnforge.export.sources.torch_module import capture
 from attnforge.precision import precision_named
@@ -225,3 +226,15 @@ def test_a_fully_masked_row_gets_what_the_metadata_says() -> None:
     model.graph[0].metadata_props[SILENT_ROWS] = "nan"
     result = in_float64(model)(feeds)["output"]
     assert np.isnan(result[:, :, 0]).all() and np.isfinite(result[:, :, 1:]).all()
+
+
+@pytest.mark.parametrize("op", sorted({*FUNCTIONS} - {"RotaryEmbedding"}))
+def test_functions_of_onnx_without_attributes_in_double(op: str) -> None:
+    x = np.linspace(-3, 3, 36, dtype=np.float32).reshape(2, 2, 3, 3)
+    arguments = "x, x" if op == "PRelu" else "x"
+    graph = f"g (float[2, 2, 3, 3] x) => (float[2, 2, 3, 3] y) {{ y = {op}({arguments}) }}"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 23]> {graph}')
+    (got,) = in_float64(ir.from_proto(proto))({"x": x}).values()
+    expected: Any = ReferenceEvaluator(proto).run(None, {"x": x})
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected[0], rtol=1e-5, atol=1e-6)

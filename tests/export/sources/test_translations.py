@@ -153,6 +153,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "exponentials less 1, of small and of large numbers": lambda x: (x / 1e6).expm1() * 1e6 + (x * 200).expm1(),
     "logarithms of sums of two": lambda x: torch.logaddexp(x * 20, -x) + torch.logaddexp2(x * 20, -x),
     "divided, rounding down": lambda x: x // 3 + x.long() // 3 + x.long() // -2,
+    "divided by a rule, of large integers": lambda x: torch.stack(
+        [torch.div(x.long() * 2**40 + 1, by, rounding_mode=rule) % 97 for by in (3, -7) for rule in ("floor", "trunc")]
+    ).float(),
     "a number where tokens are even": lambda x: put(x, [None, torch.arange(x.shape[1]) % 2 == 0], 0.5),
     "a number at some tokens and rows": lambda x: put(x, [None, upper(x)], torch.tensor([0.5])),
     "a number where it is negative": lambda x: put(x, [x < 0], 0.5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,3 +172,16 @@ def test_attention_is_computed_a_block_of_queries_at_a_time(
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     truth = scores.softmax(-1).nan_to_num() @ v
     assert (exact - truth).norm() < 1e-15 * truth.norm()
+
+
+class OfInputs(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def test_the_scores_of_fused_attention_are_within_its_peak() -> None:
+    query, key = (np.random.default_rng(seed).standard_normal((2, 4, 9, 8)) * 1e10 for seed in (0, 1))
+    peaks: list[float] = []
+    Float64(OfInputs())({"query": query, "key": key, "value": key}, peaks)
+    scores = np.abs(query @ key.swapaxes(-1, -2)).max()
+    assert scores <= max(peaks) <= 10 * scores

@@ -302,9 +302,9 @@ def test_memory_is_reported_before_it_is_allocated(session: Session, monkeypatch
     assert session.bundle.manifest.decoding.bytes_a_sample == size
     decoder = session.decoder()
     monkeypatch.setattr("attnforge.runtime.decoding.decoder.ROOM", 0)
-    monkeypatch.setattr(decoder._backend, "free_bytes", lambda: size)
+    monkeypatch.setattr(decoder._backend, "free_bytes", lambda: 3 * size // 2)
     session.decoder(1)
-    with pytest.raises(UnavailableError, match=r"caches of 2 samples with 40 tokens each take 0\.00 GiB"):
+    with pytest.raises(UnavailableError, match=r"caches and outputs of 2 samples with 40 tokens each take 0\.00 GiB"):
         session.decoder(2)
 
 

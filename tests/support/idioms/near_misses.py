@@ -96,6 +96,16 @@ def sigmoid_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return (query @ key.mT * SCALE).sigmoid() @ value
 
 
+def softplus_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The exporter chooses the scores themselves where they are large."""
+    return nn.functional.softplus(query @ key.mT * SCALE) @ value
+
+
+def negative_scores_dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = query @ key.mT * SCALE
+    return scores.masked_fill(scores < 0, 0) @ value
+
+
 def relu_of_scores(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Any:
     return ((query @ key.mT * SCALE).relu().square() * allowed / key.shape[-2]) @ value
 
@@ -167,6 +177,8 @@ _REASONS: dict[Callable[..., Any], str] = {
     stable_softmax_with_one_more: "Exp computes the weights",
     sigmoid_of_scores: "Sigmoid computes the weights",
     relu_of_scores: "Relu computes the weights",
+    softplus_of_scores: "Softplus computes the weights",
+    negative_scores_dropped: "Less computes the weights",
     squares_of_scores: "Mul computes the weights",
     scores_divided_by_their_total: "Div computes the weights",
     signed_weights: "the scores come from Abs",
