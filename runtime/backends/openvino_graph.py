@@ -180,7 +180,7 @@ def properties_for(model: Any, properties: Mapping[str, Any]) -> dict[str, Any]:
     If all shapes are static, OpenVINO 2026.4 compiles attention and the element-by-element operations after it into one
     kernel. That is wrong if a transpose of queries swaps as many tokens with heads, and in bf16 if scores are a sum of
     two products, one with constant keys; and OpenVINO ends the process if the output is added or multiplied twice, as
-    in `y - y * x.sigmoid()`.
+    in `y - y * x.sigmoid()`, or if group norms are added.
     """
     is_low = properties["INFERENCE_PRECISION_HINT"] == "bf16"
     for node in model.get_ordered_ops():
@@ -192,10 +192,9 @@ def properties_for(model: Any, properties: Mapping[str, Any]) -> dict[str, Any]:
                 return {**properties, **WITHOUT_FUSION}
         kind = node.get_type_name()
         is_weighed = kind == "MatMul" and node.input_value(0).get_node().get_type_name() == "Softmax"
-        if is_weighed or kind == "ScaledDotProductAttention":
-            users = [user.get_node().get_type_name() for user in _users(node)]
-            if sum(user in ARITHMETIC for user in users) > 1:
-                return {**properties, **WITHOUT_FUSION}
+        most = {"GroupNormalization": 0, "ScaledDotProductAttention": 1}.get(kind, 1 if is_weighed else None)
+        if most is not None and sum(user.get_node().get_type_name() in ARITHMETIC for user in _users(node)) > most:
+            return {**properties, **WITHOUT_FUSION}
         if is_low and kind == "Softmax" and _products_in(node.input_value(0).get_node()) > 1:
             return {**properties, **WITHOUT_FUSION}
     return dict(properties)

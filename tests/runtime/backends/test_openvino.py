@@ -247,6 +247,25 @@ def test_attention_that_is_not_fused_with_what_follows(
             np.testing.assert_allclose(result, module(x).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+class GroupNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Conv2d(16, 16, 1), nn.GroupNorm(4, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def test_group_norms_that_are_added(tmp_path: Path) -> None:
+    """OpenVINO 2026.4 alone crashes as it compiles them for one size."""
+    bundle = attnforge.deploy(
+        GroupNorms().eval(), (torch.randn(2, 16, 17, 24),), tmp_path / "b", targets=["onnxruntime"], tune=False
+    )
+    assert attnforge.verify(bundle, ["openvino"]).passed
+
+
 def test_bf16_scores_that_are_a_sum_of_two_products(tmp_path: Path) -> None:
     """OpenVINO 2026.4 alone errs by the size of the output."""
     idiom = IDIOMS["bias_of_queries_and_a_table_first"]
