@@ -8,7 +8,7 @@ from pathlib import PurePath
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnforge.bundle import CANONICAL, PLAIN, Bundle, Certificate
+from attnforge.bundle import CANONICAL, OPENVINO, PLAIN, Bundle, Certificate
 from attnforge.export.attention.canonicalize import Site
 from attnforge.export.decoding.whole import whole_graph
 from attnforge.export.graphs.nodes import scope_of
@@ -34,11 +34,15 @@ def stages(bundle: Bundle, *, of_step: bool = False) -> dict[str, ir.Model]:
     graphs: dict[str, ir.Model] = {}
     if PLAIN in bundle.manifest.files and not of_step:
         graphs["plain"] = with_weights_of(load_graph(bundle, PLAIN), canonical)
-    graphs["canonical"] = decomposed(canonical, sites_of(bundle.manifest.attention))
+    sites = sites_of(bundle.manifest.attention)
+    graphs["canonical"] = decomposed(canonical, sites)
     targets: dict[str, str] = {}
     for target, record in bundle.manifest.targets.items():
         targets.setdefault(record.model, target)  # both TensorRTs parse one file
-    return graphs | {target: graph_of(bundle, file) for file, target in targets.items()}
+    graphs |= {target: graph_of(bundle, file) for file, target in targets.items()}
+    if OPENVINO in graphs:  # which keeps canonical nodes
+        graphs[OPENVINO] = decomposed(graphs[OPENVINO], sites)
+    return graphs
 
 
 def sites_of(certificate: Certificate) -> list[Site]:
