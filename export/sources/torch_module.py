@@ -148,9 +148,10 @@ def capture(
         answers = eager.named_outputs(answers, names)
         called = eager.at_precision(copied, precision)  # torch replaces the containers of what it exports
         copies: list[Callable[[], nn.Module]] = [lambda: called]
+        if is_dynamic and _buffers(uncalled) != _buffers(copied):
+            copies.insert(0, partial(_called_with_largest, eager.at_precision(copied, precision), cast, inputs))
         if is_dynamic:
-            grown = partial(_called_with_largest, eager.at_precision(copied, precision), cast, inputs)
-            copies = [lambda: uncalled, grown, *copies]
+            copies.insert(0, lambda: uncalled)
         program = _program(copies, cast, names, list(answers), in_signature)
     for name in renamed:
         log.warning("%s has an input %r: the output of that name is %r", type(module).__name__, name, eager.apart(name))
@@ -211,6 +212,10 @@ def _answers(
             "compute that in every call, or deploy the module before it is called"
         )
     return answers, ran
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: buffer.shape for name, buffer in module.named_buffers()}
 
 
 def _called_with_largest(module: nn.Module, args: Sequence[Tensor], inputs: Sequence[TensorSpec]) -> nn.Module:
