@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import onnx_ir as ir
@@ -137,8 +138,8 @@ def decomposed(
         program = decompose(program, registry)
     for node in program.graph.nodes:
         with program.graph.inserting_before(node):
-            if (in_pairs := _in_pairs(node)) is not None:
-                node.replace_all_uses_with(in_pairs)
+            if (other := _in_pairs(node) or _without_scatter(node)) is not None:
+                node.replace_all_uses_with(other)
     program.graph.eliminate_dead_code()
     return program
 
@@ -176,6 +177,50 @@ def _difference(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | Non
         joined = _call(node, aten.cat.default, parts, dim) if len(parts) > 1 else parts[0]
         ends = (1, sys.maxsize), (0, -1)
         return aten.sub.Tensor, tuple(_call(node, aten.slice.Tensor, joined, dim, *end) for end in ends), {}
+
+
+def _without_scatter(node: Node) -> Node | None:
+    """For a tensor in which a part is replaced by itself, the tensor. For one in which the rest of a dim is replaced by
+    its sum with another tensor, a sum, which is inserted: torch writes `x[:, 1:] += y` so, as vision transformers add
+    biases to all scores but those of a class token. None for other nodes."""
+    if node.target != aten.slice_scatter.default:
+        return None
+    whole, part, *place = _arguments(node)
+    if part.target == aten.copy.default and part.args[0].meta["val"].dtype == part.args[1].meta["val"].dtype:
+        part = part.args[1]
+    if _is_slice(part, whole, place):
+        assert isinstance(whole, Node)
+        return whole
+    (dim, start, end, step), sizes = place, whole.meta["val"].shape
+    axis = dim - len(sizes) if dim >= 0 else dim
+    if end != sys.maxsize or step != 1 or start <= 0 or part.target != aten.add.Tensor or part.kwargs:
+        return None
+    for kept, added in permutations(part.args):
+        if _is_slice(kept, whole, place) and isinstance(added, Node):
+            given = added.meta["val"].shape
+            if len(given) >= -axis and str(given[axis]) == str(sizes[axis] - start):
+                after_zeros = _call(node, aten.constant_pad_nd.default, added, [0, 0] * (-axis - 1) + [start, 0])
+                return _call(node, aten.add.Tensor, whole, after_zeros)
+    return None
+
+
+def _arguments(node: Node) -> list[Any]:
+    """The arguments of a `slice` or `slice_scatter`, without those that are left out."""
+    count = 1 if node.target == aten.slice.Tensor else 2
+    return [*node.args, *(0, None, None, 1)[len(node.args) - count :]]
+
+
+def _is_slice(part: Any, whole: Any, place: Sequence[Any]) -> bool:
+    """Whether a node takes a part, or the same as another node does, of a tensor."""
+    if not isinstance(part, Node) or part.target != aten.slice.Tensor:
+        return False
+    of, *its = _arguments(part)
+    if its != list(place):
+        return False
+    if whole.target != aten.slice.Tensor:
+        return of is whole
+    within, *at = _arguments(whole)
+    return of is whole or _is_slice(of, within, at)
 
 
 def _in_pairs(node: Node) -> Node | None:

@@ -195,6 +195,12 @@ def histogram(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) ->
     return op.ReduceSum(op.Cast(is_in, to=self.dtype), op.Constant(value_ints=[1]), keepdims=0)
 
 
+def copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """What `self` is after `src` was copied to it, in its shape; the exporter's has the shape of `src`."""
+    result = op.CastLike(src, self)
+    return result if src.shape == self.shape else op.Expand(result, op.Shape(self))
+
+
 def slice_scatter(self: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """A tensor with a part along a dim replaced. The exporter scatters by index along the first dim, between two
     transposes; a part of static size is joined with what is before and after it."""
@@ -415,6 +421,7 @@ TRANSLATIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.baddbmm.default: added_to(core.aten_baddbmm),
     torch.ops.aten.scaled_dot_product_attention.default: attention,
     operator.floordiv: floor_divide_sizes,
+    torch.ops.aten.copy.default: copy,
     torch.ops.aten.div.Tensor_mode: rounded_quotient,
     torch.ops.aten.expm1.default: expm1,
     torch.ops.aten.floor_divide.default: floor_divide,

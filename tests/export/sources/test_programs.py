@@ -319,6 +319,42 @@ class Several(nn.Module):
         return {"output": x, "more": self.results} if self.results is not None else ()
 
 
+IN_PLACE: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "all but a row and a column": (lambda x, y: x[:, 1:, 1:].add_(y[1:, 1:]), True),
+    "all but two columns": (lambda x, y: x[..., 2:].add_(y[:, 2:]), True),
+    "all but a row, of every sample": (lambda x, y: x[:, 1:].add_(x[:, 1:] * y[1:]), True),
+    "the same number": (lambda x, y: x[:, 1:].add_(y[:1, :1]), False),
+    "some rows": (lambda x, y: x[:, 1:3].add_(y[1:3]), False),
+    "every second row": (lambda x, y: x[:, 1::2].add_(y[1::2]), False),
+    "twice a tensor": (lambda x, y: x[:, 1:].add_(y[1:], alpha=2), False),
+    "other rows": (lambda x, y: x[:, 2:].copy_(x[:, 1:-1] + y[2:]), False),
+    "rows that are replaced": (lambda x, y: x[:, 1:].copy_(y[1:]), False),
+}
+"""What is written to a part of a tensor, and whether that becomes a sum of whole tensors."""
+
+
+class InPlace(nn.Module):
+    def __init__(self, write: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.write, self.bias = write, nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * x
+        self.write(x, self.bias)
+        return 3 * x
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_added_in_place_to_the_rest_of_a_dim_is_a_sum(name: str) -> None:
+    write, is_sum = IN_PLACE[name]
+    module, x = InPlace(write).eval(), torch.randn(2, 5, 5)
+    captured = capture(module, (x,), ({0: Dim("batch", min=1, max=4)},), precision_named("fp32"))
+    kinds = {node.op_type for node in captured.model.graph}
+    assert kinds.isdisjoint({"Concat", "ScatterND"}) == is_sum
+    (got,) = as_it_is(captured.model)({"x": x.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
+
+
 @pytest.mark.parametrize(
     ("returned", "names"),
     [
