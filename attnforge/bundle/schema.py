@@ -689,7 +689,8 @@ class Manifest(StoredRecord):
     @property
     def total(self) -> Cost:
         """Total cost of deploying, without the children's memory."""
-        return Cost(seconds=round(sum(self.seconds.values()), 3), memory=max(self.memory.values(), default=0))
+        seconds = round(sum(self.seconds.values()), 3)
+        return Cost.model_construct(seconds=seconds, memory=max(self.memory.values(), default=0))
 
     @property
     def doubt(self) -> str | None:

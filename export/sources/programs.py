@@ -200,6 +200,8 @@ def _without_scatter(node: Node) -> Node | None:
             given = added.meta["val"].shape
             if len(given) >= -axis and str(given[axis]) == str(sizes[axis] - start):
                 after_zeros = _call(node, aten.constant_pad_nd.default, added, [0, 0] * (-axis - 1) + [start, 0])
+                padded = [*given[:axis], sizes[axis], *given[len(given) + axis + 1 :]]
+                after_zeros.meta["val"] = added.meta["val"].new_empty(padded)
                 return _call(node, aten.add.Tensor, whole, after_zeros)
     return None
 
@@ -279,11 +281,15 @@ def _is_complex(argument: Any) -> bool:
     return isinstance(value, Tensor) and value.is_complex()
 
 
+FIX_DIMS = (aten.complex.default, aten.constant_pad_nd.default, aten.polar.default)
+"""Operators that make dims static if they are run again; their results have the place of the node's own value."""
+
+
 def _call(node: Node, operator: Any, *args: Any) -> Node:
     """Insert a call of an operator in the graph of `node`, whose place in the module it shares."""
     call = node.graph.call_function(operator, args)
     call.meta = dict(node.meta)
-    if operator not in (aten.complex.default, aten.polar.default):  # these make the node's own value, and fix its dims
+    if operator not in FIX_DIMS:
         call.meta["val"] = operator(*map_arg(args, _value))
     return call
 

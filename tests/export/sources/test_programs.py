@@ -321,6 +321,7 @@ class Several(nn.Module):
 
 IN_PLACE: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     "all but a row and a column": (lambda x, y: x[:, 1:, 1:].add_(y[1:, 1:]), True),
+    "all but a row, by their own products": (lambda x, y: x[:, 1:, 2:].add_((x @ y)[:, 1:, 2:]), True),
     "all but two columns": (lambda x, y: x[..., 2:].add_(y[:, 2:]), True),
     "all but a row, of every sample": (lambda x, y: x[:, 1:].add_(x[:, 1:] * y[1:]), True),
     "the same number": (lambda x, y: x[:, 1:].add_(y[:1, :1]), False),
@@ -351,8 +352,10 @@ def test_what_is_added_in_place_to_the_rest_of_a_dim_is_a_sum(name: str) -> None
     captured = capture(module, (x,), ({0: Dim("batch", min=1, max=4)},), precision_named("fp32"))
     kinds = {node.op_type for node in captured.model.graph}
     assert kinds.isdisjoint({"Concat", "ScatterND"}) == is_sum
-    (got,) = as_it_is(captured.model)({"x": x.numpy()}).values()
-    torch.testing.assert_close(torch.from_numpy(got), module(x).detach())
+    assert str(captured.model.graph.outputs[0].shape) == "[batch,5,5]"
+    for inputs in (x, torch.randn(3, 5, 5)):
+        (got,) = as_it_is(captured.model)({"x": inputs.numpy()}).values()
+        torch.testing.assert_close(torch.from_numpy(got), module(inputs).detach())
 
 
 @pytest.mark.parametrize(
