@@ -183,7 +183,7 @@ def _without_scatter(node: Node) -> Node | None:
     """For a tensor in which a part is replaced by itself, the tensor. For one in which the rest of a dim is replaced by
     its sum with another tensor, a sum, which is inserted: torch writes `x[:, 1:] += y` so, as vision transformers add
     biases to all scores but those of a class token. None for other nodes."""
-    if node.target != aten.slice_scatter.default:
+    if node.target != aten.slice_scatter.default or node.kwargs:
         return None
     whole, part, *place = _arguments(node)
     if part.target == aten.copy.default and part.args[0].meta["val"].dtype == part.args[1].meta["val"].dtype:
@@ -214,12 +214,12 @@ def _arguments(node: Node) -> list[Any]:
 
 def _is_slice(part: Any, whole: Any, place: Sequence[Any]) -> bool:
     """Whether a node takes a part, or the same as another node does, of a tensor."""
-    if not isinstance(part, Node) or part.target != aten.slice.Tensor:
+    if not isinstance(part, Node) or part.target != aten.slice.Tensor or part.kwargs:
         return False
     of, *its = _arguments(part)
     if its != list(place):
         return False
-    if whole.target != aten.slice.Tensor:
+    if whole.target != aten.slice.Tensor or whole.kwargs:
         return of is whole
     within, *at = _arguments(whole)
     return of is whole or _is_slice(of, within, at)

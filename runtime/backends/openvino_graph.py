@@ -202,8 +202,14 @@ def properties_for(model: Any, properties: Mapping[str, Any]) -> dict[str, Any]:
 
 def _products_in(scores: Any) -> int:
     """The number of products that scores are computed from, element by element."""
-    kind, operands = scores.get_type_name(), (x.get_node() for x in scores.input_values())
-    return 1 if kind == "MatMul" else sum(map(_products_in, operands)) if kind in ARITHMETIC else 0
+    nodes = {scores.get_name(): scores}
+    todo = [scores]
+    for node in todo:
+        operands = [x.get_node() for x in node.input_values()] if node.get_type_name() in ARITHMETIC else []
+        new = {operand.get_name(): operand for operand in operands if operand.get_name() not in nodes}
+        nodes |= new
+        todo += new.values()
+    return sum(node.get_type_name() == "MatMul" for node in todo)
 
 
 def masks_apart(model: Any) -> None:
