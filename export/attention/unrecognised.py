@@ -54,7 +54,10 @@ def unrecognised(graph: ir.Graph) -> Iterator[tuple[tuple[ir.Node, ...], str]]:
             if is_chosen:
                 continue
             scores, weights = path[0].outputs[0], path[-2].outputs
-            computing = (*path[1:-1], *sorted(_between(scores, weights), key=_is_test))
+            aside = sorted(_between(scores, weights), key=_is_test)
+            if any(map(is_product, aside)):  # a layer of its own, and a residual around it
+                aside = []
+            computing = (*path[1:-1], *aside)
             nonlinear = [other.op_type for other in computing if _is_nonlinear(other, scores)]
             if nonlinear:
                 yield path, COMPUTES.format(nonlinear[0])

@@ -88,12 +88,14 @@ def open_first(bundle: Bundle, candidates: Sequence[str], options: Options, *, n
         UnavailableError: none runs here; gives the reason for each.
     """
     reasons: dict[str, str] = {}
-    choice = chosen_here(bundle)
+    known = bundle.manifest.choice
     for candidate in candidates:
         reason = (why_unavailable if named else why_not_unasked)(bundle, candidate, options.device)
         if reason == STRANGERS.format(candidate):
             log.warning("%s is not loaded on %s: %s", bundle.path, candidate, reason)
-        why = choice.dropped.get(candidate) if choice is not None else None
+        why = known.dropped.get(candidate) if known is not None else None
+        if why is not None and chosen_here(bundle) is None:
+            why = None
         if reason is None and why is not None and why.startswith(CRASHED):
             reason = f"{why} when the bundle was deployed on this machine"
         if reason is None:
