@@ -40,8 +40,8 @@ def stages(bundle: Bundle, *, of_step: bool = False) -> dict[str, ir.Model]:
     for target, record in bundle.manifest.targets.items():
         targets.setdefault(record.model, target)  # both TensorRTs parse one file
     graphs |= {target: graph_of(bundle, file) for file, target in targets.items()}
-    if OPENVINO in graphs:  # which keeps canonical nodes
-        graphs[OPENVINO] = decomposed(graphs[OPENVINO], sites)
+    if OPENVINO in graphs:  # which keeps canonical nodes, among others with their names
+        graphs[OPENVINO] = decomposed(graphs[OPENVINO], sites, "products")
     return graphs
 
 
@@ -50,17 +50,18 @@ def sites_of(certificate: Certificate) -> list[Site]:
     return [Site(d.site, d.written_as, f"{d.site}/Attention", d.form) for d in certificate.details if d.canonical]
 
 
-def decomposed(canonical: ir.Model, sites: list[Site]) -> ir.Model:
+def decomposed(canonical: ir.Model, sites: list[Site], stem: str | None = None) -> ir.Model:
     """A copy of the canonical graph with attention decomposed into products around a softmax, which exposes the scores.
 
     Args:
         canonical: not modified.
         sites: its attention sites.
+        stem: a part of the new nodes' names.
     """
     model = canonical.clone()
     for site, attention in attentions(model, sites):
         products, *_ = candidates_for(site.name, attention)
-        write(model.graph, attention, products)
+        write(model.graph, attention, products, stem and f"{attention.node.name}/{stem}")
     RemoveUnusedNodesPass()(model)
     return model
 

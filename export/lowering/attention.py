@@ -381,9 +381,10 @@ class Candidate:
     tolerance: float = TOLERANCE
 
 
-def write(graph: ir.Graph, a: Attention, candidate: Candidate) -> None:
-    """Replace a site by a form. The Attention node stays, without users."""
-    replace_value(a.output.value, insert(graph, a.node, lambda op: candidate.emit(op, a, candidate.node)))
+def write(graph: ir.Graph, a: Attention, candidate: Candidate, stem: str | None = None) -> None:
+    """Replace a site by a form, whose nodes are named by the site's or by `stem`. The Attention node stays, without
+    users."""
+    replace_value(a.output.value, insert(graph, a.node, lambda op: candidate.emit(op, a, candidate.node), stem=stem))
     if candidate.form.startswith(CONTRIB):
         graph.opset_imports[CONTRIB] = 1
 

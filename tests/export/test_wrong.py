@@ -557,7 +557,7 @@ def test_a_wrong_operator_of_several_results_is_named(tmp_path: Path) -> None:
         attnforge.deploy(Statistics().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
 
 
-@pytest.mark.parametrize("seed", [*range(len(FAULTS)), 25])
+@pytest.mark.parametrize("seed", [*range(len(FAULTS)), 25, 157])
 def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> None:
     """A draw of `python -m benchmarks run export-faults`, which tries 200."""
     verdict = tried(seed, tmp_path)
