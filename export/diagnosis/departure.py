@@ -32,6 +32,7 @@ from attnforge.export.diagnosis.trace import error_of
 from attnforge.export.flops import run_cost
 from attnforge.export.graphs.execute import Tensors, at_own_precision, in_float64, values_of, with_products
 from attnforge.export.graphs.float64 import NoDoublePath
+from attnforge.export.graphs.nodes import is_op
 from attnforge.export.graphs.sizes import Unmeasurable, shape_at
 from attnforge.export.room import most_alive
 from attnforge.export.sources.torch_module import Captured, symbols_of
@@ -153,7 +154,8 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     names = [name for name in kept if name in module and is_floating(module[name])]
     graph, is_exact = _graph(source.model, inputs, names)
     limits = (source.precision.floor / 4, SAME) if is_exact else (source.precision.floor, source.precision.floor / 4)
-    off = {name: error_of(graph[name], module[name]) for name in names}
+    within = source.precision.with_own_limits
+    off = {name: error_of(within(graph[name]), within(module[name])) for name in names}
     tensor = next((name for limit in limits for name in names if off[name] > limit), None)
     if tensor is None:
         evidence = f"{summary}; so does that of torch.export's program"
@@ -167,6 +169,8 @@ def _located(source: Captured, inputs: Mapping[str, Array], missed: Comparison) 
     lost = [node for node in way if renamed.get(node.name, node.name) not in kept]
     region, _ = region_of(source.model, tensor, agreed)
     computed = ", ".join(node.op_type for node in region) or "has a constant"
+    if any(is_op(node, "ArgMax", "ArgMin", "TopK") for node in region):
+        computed += ", which may choose others of equal numbers"
     evidence = (
         f"in {'float64' if is_exact else source.precision.name}, {tensor} of the exported graph is "
         f"{scientific(off[tensor])} off the module's, although its operands agree: the module computes {_text(way)}, "

@@ -557,6 +557,20 @@ def test_a_wrong_operator_of_several_results_is_named(tmp_path: Path) -> None:
         attnforge.deploy(Statistics().eval(), (X,), tmp_path / "b", targets=["onnxruntime"], tune=False)
 
 
+def test_a_choice_among_equal_numbers_is_named_as_one() -> None:
+    """The least number of fp32, with which the scores are masked, is the least of float64 in neither of the two."""
+
+    def chosen(x: Tensor) -> Tensor:
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        weights = (x @ x.mT).masked_fill(hidden, -torch.finfo(x.dtype).max).softmax(-1)
+        largest = (weights @ x).sum(-1).clamp(max=-9.0).topk(2).indices  # of scores that are all the same
+        return x.gather(1, largest[..., None].expand(-1, -1, 16))
+
+    wrong = departure(capture(Function(chosen).eval(), (X,), None, FP32))
+    assert wrong is not None and wrong.operator == "aten.gather.default"
+    assert "TopK" in wrong.evidence and wrong.evidence.endswith("which may choose others of equal numbers")
+
+
 @pytest.mark.parametrize("seed", [*range(len(FAULTS)), 25, 157])
 def test_a_fault_of_export_is_refused_and_named(seed: int, tmp_path: Path) -> None:
     """A draw of `python -m benchmarks run export-faults`, which tries 200."""
