@@ -75,11 +75,12 @@ def up_to(op: Builder, x: ir.Value, axis: int, end: ir.Value, dim: int | ir.Symb
     return resized(op.Slice(x, constant(op, [0]), end, constant(op, [axis])), x, axis, dim)
 
 
-def filled_up(op: Builder, x: ir.Value, axis: int, missing: ir.Value, rank: int = 4) -> ir.Value:
-    """Write `x`, of `rank` dims, with as many zeros after it along an axis as `missing`, `(1,)`, says; its shape is not
-    set."""
-    zeros = [constant(op, [0] * count) for count in (rank + axis, rank - axis - 1)]
-    return op.Pad(x, op.Concat(zeros[0], missing, zeros[1], axis=0))
+def filled_up(op: Builder, x: ir.Value, axis: int, missing: ir.Value, rank: int = 4, before: int = 0) -> ir.Value:
+    """Write `x`, of `rank` dims, with `before` zeros before it along an axis, and as many after it as `missing`,
+    `(1,)`, says; its shape is not set."""
+    others = [0] * (rank - 1)
+    counts = [constant(op, count) for count in ([*others[:axis], before, *others], others[axis:])]
+    return op.Pad(x, op.Concat(counts[0], missing, counts[1], axis=0))
 
 
 def broadcast_like(value: ir.Value, *others: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:

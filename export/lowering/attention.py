@@ -259,9 +259,9 @@ class Attention:
         )  # fmt: skip
 
 
-def blocks_of(tokens: Size, width: int) -> Size:
-    """The number of blocks of `width` that cover all tokens."""
-    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {width - 1})//{width}"))
+def blocks_of(tokens: Size, width: int, shift: int = 0) -> Size:
+    """The number of blocks of `width` that cover all tokens, the first of which begins `shift` before them."""
+    return Size.of(ir.SymbolicDim(f"({tokens.dim()} + {shift + width - 1})//{width}"))
 
 
 def attentions(model: ir.Model, sites: Sequence[Site]) -> Iterator[tuple[Site, Attention]]:

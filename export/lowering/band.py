@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 
 from attnforge.export.graphs.attention import SILENT_ROWS
-from attnforge.export.masks.affine import ZERO
 from attnforge.export.masks.at_blocks import why_not_by_blocks, why_not_by_key
 from attnforge.export.masks.regions import Interval, PairRegion
 from attnforge.export.masks.visibility import Visibility
@@ -34,6 +33,7 @@ class Band:
         inside: the least and the most of `query − key`, of the tokens themselves, within chunks; None for an open end.
         first_keys: number of first keys that every query sees.
         first_queries: number of first queries that see every key.
+        shift: number of tokens by which the first chunk begins before the first token.
     """
 
     least: int
@@ -43,6 +43,7 @@ class Band:
     inside: tuple[int | None, int | None] = (None, None)
     first_keys: int = 0
     first_queries: int = 0
+    shift: int = 0
 
     @property
     def is_window(self) -> bool:
@@ -70,12 +71,13 @@ class Band:
 
     def products(self, width: int, tokens: int) -> int:
         """Pairs that blocks of `width` queries compute, with as many queries as keys."""
-        return -(-tokens // width) * width * self.wide(width) + self.first_queries * tokens
+        return -(-(tokens + self.shift) // width) * width * self.wide(width) + self.first_queries * tokens
 
     def pairs(self, tokens: int) -> int:
         """The number of visible pairs, with as many queries as keys."""
         query = np.arange(tokens)
-        begin, end = query // self.chunk * self.chunk - self.most, query // self.chunk * self.chunk - self.least
+        chunk = (query + self.shift) // self.chunk * self.chunk - self.shift
+        begin, end = chunk - self.most, chunk - self.least
         least, most = self.inside
         start = np.maximum(begin if most is None else np.maximum(begin, query - most), 0)
         stop = end + self.chunk if least is None else np.minimum(end + self.chunk, query - least + 1)
@@ -87,7 +89,8 @@ class Band:
 
     def between(self, query: Any, key: Any) -> Any:
         """Whether pairs are in the band, given the indices of their tokens, which broadcast against one another."""
-        distance, (least, most) = query // self.chunk * self.chunk - key // self.chunk * self.chunk, self.inside
+        first_of_query, first_of_key = ((place + self.shift) // self.chunk * self.chunk for place in (query, key))
+        distance, (least, most) = first_of_query - first_of_key, self.inside
         seen = (self.least <= distance) & (distance <= self.most)
         for end, sign in ((least, 1), (most, -1)):
             if end is not None:
@@ -143,9 +146,10 @@ def _band(region: PairRegion) -> Band | None:
         least, most = ends
         return None if least is None or most is None else Band(least, most)
     least, most = _numbers(blocks.numbers) or (None, None)
-    if least is None or most is None or not blocks.query == blocks.key == ZERO:
+    if least is None or most is None or blocks.query != blocks.key or (shift := blocks.query.constant) is None:
         return None
-    return Band(least * blocks.size, most * blocks.size, chunk=blocks.size, inside=ends)
+    size = blocks.size
+    return Band(least * size, most * size, chunk=size, inside=ends, shift=shift % size)
 
 
 def _numbers(interval: Interval) -> tuple[int | None, int | None] | None:
@@ -173,9 +177,8 @@ def is_triangle(seen: Visibility) -> bool:
 
 def causal_prefix_of(node: ir.Node, seen: Visibility) -> int | None:
     """The number of first keys that every query sees in addition to earlier ones, if a canonical node's attention can
-    be computed in causal blocks (:func:`~.blocks.in_causal_blocks`): a mask may hide more, but adds no numbers to
-    scores. None if it cannot."""
-    return None if "bias" in seen.residue or not is_by_blocks(node, seen) else _prefix(seen)
+    be computed in causal blocks (:func:`~.blocks.in_causal_blocks`). None if it cannot."""
+    return _prefix(seen) if is_by_blocks(node, seen) else None
 
 
 def residue_of(node: ir.Node, seen: Visibility) -> Residue:

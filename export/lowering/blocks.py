@@ -32,7 +32,7 @@ BOOL = ir.DataType.BOOL
 
 BAND = "attnforge.band"
 """Metadata of a node that attends in blocks: least and most of `query − key`, by the indices of the tokens or of their
-chunks, and how many first keys every block has."""
+chunks, how many first keys every block has, and how many tokens the first block begins before the first token."""
 
 
 IN_BAND = "the mask leaves a band: each block of queries attends only to the keys in it"
@@ -91,7 +91,7 @@ def in_blocks(
     ends = [("B H", *dims[1:]) for dims in HEADS_FIRST] if as_heads else [("B", *dims) for dims in SIDE_BY_SIDE]
     *layouts, whole = (a.layout(*dims) for dims in ends)
     query, key, value = a.inputs(op, layouts)
-    count = blocks_of(a.size("n_q"), width)
+    count = blocks_of(a.size("n_q"), width, a.band.shift)
     cut = _Cut(op, query, a.band, width, as_heads)
     seen = op.And(constant(op, band_pairs(a.band, width), BOOL), op.Unsqueeze(cut.there, constant(op, [1])))
     mask = typed(op.Unsqueeze(seen, constant(op, [0, 2])), BOOL, [1, count.dim(), 1, width, cut.wide])
@@ -147,12 +147,13 @@ class _Cut:
 
     def __init__(self, op: Builder, query: ir.Value, band: Band, width: int, apart: bool) -> None:
         self._op, self._query, self._width, self.wide, self._apart = op, query, width, band.wide(width), apart
-        self._first_queries = band.first_queries
+        self._first_queries, self._shift = band.first_queries, band.shift
         tokens = op.Shape(query, start=1, end=2)
-        blocks = op.Div(op.Add(tokens, constant(op, [width - 1])), constant(op, [width]))
-        self._missing = op.Sub(op.Mul(blocks, constant(op, [width])), tokens)
+        blocks = op.Div(op.Add(tokens, constant(op, [band.shift + width - 1])), constant(op, [width]))
+        missing = op.Sub(op.Mul(blocks, constant(op, [width])), tokens)
+        self._missing = op.Sub(missing, constant(op, [band.shift])) if band.shift else missing
         numbers = op.Range(constant(op, 0), op.Squeeze(blocks), constant(op, 1))
-        begin = op.Sub(op.Mul(numbers, constant(op, width)), constant(op, band.most))
+        begin = op.Sub(op.Mul(numbers, constant(op, width)), constant(op, band.most + band.shift))
         wanted = op.Add(op.Unsqueeze(begin, constant(op, [1])), constant(op, np.arange(width + band.span)))
         least = [0]
         if band.first_keys:  # they are not counted again where they are within reach
@@ -164,7 +165,7 @@ class _Cut:
 
     def queries(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, width, size)`."""
-        return self._blocks(filled_up(self._op, x, 1, self._missing, rank=3), self._width, x)
+        return self._blocks(filled_up(self._op, x, 1, self._missing, 3, self._shift), self._width, x)
 
     def keys(self, x: ir.Value) -> ir.Value:
         """`(batch, tokens, size)` as `(batch · blocks, wide, size)`."""
@@ -180,11 +181,11 @@ class _Cut:
         queries, size)`."""
         op, query = self._op, self._query
         shape = op.Concat(op.Shape(query, start=0, end=1), constant(op, [-1, int(dims_of(rows)[-1])]), axis=0)  # type: ignore[arg-type]
-        rows, begin = op.Reshape(rows, shape), constant(op, [0])
-        if first is not None:
-            others = op.Slice(rows, constant(op, [self._first_queries]), constant(op, [sys.maxsize]), constant(op, [1]))
-            rows = op.Concat(first, others, axis=1)
-        return op.Slice(rows, begin, op.Shape(query, start=1, end=2), constant(op, [1]))
+        rows, begin, axis = op.Reshape(rows, shape), self._shift + self._first_queries, constant(op, [1])
+        if begin:
+            others = op.Slice(rows, constant(op, [begin]), constant(op, [sys.maxsize]), axis)
+            rows = others if first is None else op.Concat(first, others, axis=1)
+        return op.Slice(rows, constant(op, [0]), op.Shape(query, start=1, end=2), axis)
 
     def of_samples(self, mask: ir.Value, samples: Size) -> ir.Value:
         """`(batch or 1, blocks, heads or 1, width, wide)` as `(batch · blocks, heads or 1, width, wide)`."""
@@ -203,7 +204,8 @@ class _Cut:
             cut = op.Transpose(op.Gather(x, self.rows, axis=3), perm=[0, 3, 1, 2, 4])
             return typed(cut, x.dtype, [batch, blocks, heads, 1, self.wide])
         shape = op.Concat(op.Shape(x, start=0, end=2), constant(op, [-1, self._width]), op.Shape(x, start=3), axis=0)
-        cut = op.Transpose(op.Reshape(filled_up(op, x, 2, self._missing), shape), perm=[0, 2, 1, 3, 4])
+        rows = filled_up(op, x, 2, self._missing, before=self._shift)
+        cut = op.Transpose(op.Reshape(rows, shape), perm=[0, 2, 1, 3, 4])
         if n_k == 1:
             return typed(cut, x.dtype, [batch, blocks, heads, self._width, 1])
         rows = op.Unsqueeze(self.rows, constant(op, [0, 2, 3]))
@@ -215,13 +217,13 @@ class _Cut:
 def band_pairs(band: Band, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
     """`(width, keys)`: the visible pairs of a block: all of those with first keys, and of those with the other keys,
     which begin `most` before the first query, the ones in the band."""
-    seen = band.between(np.arange(width)[:, None], np.arange(width + band.span) - band.most)
+    seen = replace(band, shift=0).between(np.arange(width)[:, None], np.arange(width + band.span) - band.most)
     return np.concatenate([np.ones((width, band.first_keys), bool), seen], axis=1)
 
 
 def written(band: Band) -> str:
     """A band in the format of :data:`BAND`."""
-    return " ".join(map(str, (band.least, band.most, band.first_keys)))
+    return " ".join(map(str, (band.least, band.most, band.first_keys, band.shift)))
 
 
 def band_of(node: ir.Node) -> Band | None:
@@ -229,8 +231,8 @@ def band_of(node: ir.Node) -> Band | None:
     text = node.metadata_props.get(BAND)
     if text is None:
         return None
-    least, most, first_keys = map(int, text.split())
-    return Band(least, most, first_keys=first_keys)
+    least, most, first_keys, *shift = map(int, text.split())
+    return Band(least, most, first_keys=first_keys, shift=sum(shift))
 
 
 def of_all_pairs(weights: Array, band: Band, tokens: int) -> Array:
@@ -239,12 +241,12 @@ def of_all_pairs(weights: Array, band: Band, tokens: int) -> Array:
     blocks, heads, width, wide = weights.shape
     pairs = np.zeros((heads, blocks * width, tokens), weights.dtype)
     for i in range(blocks):
-        reached = i * width - band.most + np.arange(wide - band.first_keys)
+        reached = i * width - band.shift - band.most + np.arange(wide - band.first_keys)
         keys = np.concatenate([np.arange(band.first_keys), reached])
         there = (keys >= 0) & (keys < tokens)
         there[band.first_keys :] &= reached >= band.first_keys
         pairs[:, i * width : (i + 1) * width, keys[there]] = weights[i][..., there]
-    return pairs[:, :tokens]
+    return pairs[:, band.shift : band.shift + tokens]
 
 
 # --- causal blocks ----------------------------------------------------------------------------------------------------

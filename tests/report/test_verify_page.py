@@ -256,13 +256,23 @@ class FirstQuery(FirstKey):
 class Chunks(Window):
     """Each query sees its own chunk of four tokens."""
 
-    @staticmethod
-    def window(x: Tensor) -> Tensor:
-        index = torch.arange(x.shape[1])
+    shift = 0
+
+    @classmethod
+    def window(cls, x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1]) + cls.shift
         return index[:, None] // 4 == index // 4
 
 
-@pytest.mark.parametrize(("kind", "width", "keys"), [(Window, 64, 68), (FirstKey, 64, 69), (Chunks, 4, 4)])
+class ShiftedChunks(Chunks):
+    """The first chunk has one token."""
+
+    shift = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "keys"), [(Window, 64, 68), (FirstKey, 64, 69), (Chunks, 4, 4), (ShiftedChunks, 4, 4)]
+)
 def test_weights_of_blocks(
     kind: type[Window], width: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ BANDS = {
     "chunks": Band(0, 0, chunk=48),
     "causal chunks": Band(0, 0, chunk=48, inside=(0, None)),
     "chunk before": Band(0, 16, chunk=16),
+    "shifted chunks": Band(0, 0, chunk=16, shift=7),
     "padded chunks": Band(0, 0, is_all=False, chunk=100),
     "biased chunks": Band(0, 0, is_all=False, chunk=48),
     "first token": Band(0, 69, first_keys=1),
@@ -108,10 +109,12 @@ BANDS = {
 }
 NO_BANDS = (
     *("causal", "without itself", "with a hole", "causal and padded", "causal and biased", "later keys"),
-    *("last queries", "causal and prefix", "shifted chunks", "another's chunk", "chunks with a hole"),
+    *("last queries", "causal and prefix", "another's chunk", "chunks with a hole"),
     "prefix and padded",
 )
-CAUSAL_PREFIXES = {"causal": 0, "causal and padded": 0, "causal and prefix": 5, "prefix and padded": 70}
+CAUSAL_PREFIXES = {
+    "causal": 0, "causal and padded": 0, "causal and biased": 0, "causal and prefix": 5, "prefix and padded": 70,
+}  # fmt: skip
 """First keys that all queries see, for those that can be computed in causal blocks."""
 
 TRIANGLES = ("causal", "causal and padded", "causal and biased")

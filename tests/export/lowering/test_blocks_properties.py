@@ -36,6 +36,7 @@ def bands(draw: st.DrawFn) -> Band:
         inside=(None if after is None else -after, before),
         first_keys=draw(st.sampled_from([0, 0, 1, 7])),
         first_queries=draw(st.sampled_from([0, 0, 1, 5])),
+        shift=draw(st.integers(0, chunk - 1)),
     )
 
 
@@ -127,6 +128,7 @@ def test_tensorrts_graph_equals_float64(band: Band, tokens: int) -> None:
         Band(0, 4),
         Band(-4, 4, chunk=4),
         Band(0, 0, chunk=8),
+        Band(0, 0, chunk=8, shift=3),
         Band(0, 4, first_keys=3),
         Band(0, 4, first_queries=2),
     ],
@@ -145,9 +147,9 @@ def test_a_nan_key_reaches_only_the_blocks_that_it_is_in(band: Band) -> None:
     expected, key = truth(feeds, mask), 21
     feeds["key"][..., key, :] = feeds["value"][..., key, :] = np.nan
     result = computed(model, feeds)
-    begin = np.arange(0, tokens, width)
+    begin = np.arange(-band.shift, tokens, width)
     block = (begin - band.most <= key) & (key < begin + width - band.least)
-    reached = np.repeat(block, width) | (np.arange(tokens) < band.first_queries)
+    reached = np.repeat(block, width)[band.shift :][:tokens] | (np.arange(tokens) < band.first_queries)
     assert reached.sum() < tokens
     np.testing.assert_allclose(result[:, :, ~reached], expected[:, :, ~reached], rtol=1e-5, atol=1e-6)
     assert np.isnan(result[:, :, mask[:, key]]).all()
