@@ -558,7 +558,7 @@ def test_a_wrong_operator_of_several_results_is_named(tmp_path: Path) -> None:
 
 
 def test_a_choice_among_equal_numbers_is_named_as_one() -> None:
-    """The least number of fp32, with which the scores are masked, is the least of float64 in neither of the two."""
+    """The mask's number, which is that of float64 in the module and that of fp32 in the graph, is not named instead."""
 
     def chosen(x: Tensor) -> Tensor:
         hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
