@@ -248,7 +248,7 @@ class _Lines(Interpreter[list[Line]]):
             return self.scores.constant(0).intersect_domain(self.scores.never)
         return self.scores.constant(Fraction(number))
 
-    def stored(self, lines: list[Line], dtype: ir.DataType | None) -> list[Line]:
+    def stored(self, lines: list[Line], dtype: ir.DataType | None, was_integer: bool = False) -> list[Line]:
         return lines
 
     def choose(self, condition: isl.Set, yes: list[Line], no: list[Line]) -> list[Line]:

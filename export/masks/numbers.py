@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 from itertools import product
 from math import floor, inf, isfinite, isnan
 
@@ -14,11 +15,15 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.masks.affine import Variable
 from attnforge.export.masks.scores import Scores, Whole, integer
 
 MOST_PARTS = 16
-"""Maximum number of parts of a number that are bounded only."""
+"""Maximum number of parts of a number that are bounded only; of more, those of one kind are merged."""
+
+DISTANT = 2**10
+"""The magnitude from which on a factor of a bias, such as a distance, may make it hide keys."""
 
 LARGEST = float(np.finfo(np.float64).max)
 INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64})
@@ -65,7 +70,7 @@ class Arithmetic:
         self._nowhere = scores.constant(0).intersect_domain(scores.never)
 
     def of(self, parts: Sequence[Part], whole: Whole | None = None) -> Number:
-        """The number that is between these bounds, and else an integer; unknown if it has too many parts."""
+        """The number that is between these bounds, and else an integer; with wider bounds if it has too many parts."""
         rest: dict[Between, isl.Set] = {}
         whole = self._nowhere if whole is None else whole
         for domain, bounds in parts:
@@ -77,8 +82,21 @@ class Arithmetic:
             else:
                 rest[bounds] = rest[bounds].union(domain) if bounds in rest else domain
         if len(rest) > MOST_PARTS:
-            return self.between(UNKNOWN)
+            rest = self._in_fewer_parts(rest)
         return Number(self.scores.short(whole), tuple((domain.coalesce(), bounds) for bounds, domain in rest.items()))
+
+    @staticmethod
+    def _in_fewer_parts(parts: Mapping[Between, isl.Set]) -> dict[Between, isl.Set]:
+        """At most one part for numbers that hide a key, one for those that do not, and one for the rest."""
+        groups: dict[tuple[bool, ...], list[Between]] = {}
+        for x in parts:
+            groups.setdefault((x.least > NEGLIGIBLE, x.most > NEGLIGIBLE, x.is_number), []).append(x)
+        return {
+            Between(min(x.least for x in group), max(x.most for x in group), is_number): reduce(
+                isl.Set.union, (parts[x] for x in group)
+            )
+            for (*_, is_number), group in groups.items()
+        }
 
     def between(self, bounds: Between) -> Number:
         return self.of([(self.scores.always, bounds)])
@@ -97,14 +115,21 @@ class Arithmetic:
         """The bounds of a number, everywhere."""
         return [*self._bounded(number.whole), *number.rest]
 
-    def _bounded(self, whole: Whole) -> list[Part]:
+    def _bounded(self, whole: Whole, zero_apart: bool = False) -> list[Part]:
+        """The bounds of an integer; with `zero_apart`, 0 is a part of its own if the integer may be far from it: the
+        distance of a query from its own key, whose product with any slope is 0."""
         parts = []
         for domain, x in whole.get_pieces():
             if x.is_cst():
                 least = most = float(integer(x.get_constant_val()))
             else:  # an integer is finite
-                ends = self.scores.bounds(isl.PwAff.from_aff(x).intersect_domain(domain))
+                number = isl.PwAff.from_aff(x).intersect_domain(domain)
+                ends = self.scores.bounds(number)
                 least, most = max(ends[0], -LARGEST), min(ends[1], LARGEST)
+                if zero_apart and least <= 0 <= most and most - least >= DISTANT:
+                    zero = number.eq_set(self.scores.constant(0))
+                    parts.append((zero, Between(0, 0)))
+                    domain = domain.subtract(zero)
             if least <= most:
                 parts.append((domain, Between(least, most)))
         return parts
@@ -115,7 +140,7 @@ class Arithmetic:
         whole = _exactly(op_type, a.whole, b.whole)
         if whole is not None and not a.rest and not b.rest:
             return Number(self.scores.short(whole))
-        left, right = self._bounded(a.whole), self._bounded(b.whole)
+        left, right = (self._bounded(x.whole, zero_apart=op_type == "Mul") for x in (a, b))
         every = [*right, *b.rest]
         pairs = [*product(a.rest, every), *product(left, b.rest if whole is not None else every)]
         return self.of([(domain.intersect(other), _between(op_type, x, y)) for (domain, x), (other, y) in pairs], whole)
@@ -147,8 +172,16 @@ class Arithmetic:
         """Where a number is not 0."""
         return self.scores.opposite(self.compare("Equal", number, self.constant(0), variables))
 
-    def stored(self, number: Number, dtype: ir.DataType | None) -> Number:
-        """A number as a type stores it; unknown if the type may not represent it exactly, as with large positions."""
+    def stored(self, number: Number, dtype: ir.DataType | None, was_integer: bool = False) -> Number:
+        """A number as a type stores it, bounded if the type may not represent it exactly, as with large positions.
+
+        Args:
+            number: the number.
+            dtype: the type.
+            was_integer: whether the number was stored as an integer before.
+        """
+        if dtype in INTEGERS:
+            return self._wrapped(number, dtype)
         if dtype in EXACT:
             return number
         if dtype is None or not (dtype.is_floating_point() or dtype.is_integer()):
@@ -159,16 +192,35 @@ class Arithmetic:
             least = -most
 
         def rounded(parts: Iterable[Part]) -> list[Part]:
-            return [(domain, _rounded(bounds, dtype) if is_float else UNKNOWN) for domain, bounds in parts]
+            known = ((domain, _within(x, ir.DataType.INT64) if was_integer else x) for domain, x in parts)
+            return [(domain, _rounded(x, dtype) if is_float else UNKNOWN) for domain, x in known]
 
         ends = self.scores.bounds(number.whole, few_tokens=True)
         if (least <= ends[0] and ends[1] <= most) or ends[0] > ends[1]:
             return self.of(rounded(number.rest), number.whole)
-        return self.of(rounded(self.parts(number)))
+        return self.of(rounded([*self._bounded(number.whole, zero_apart=True), *number.rest]))
+
+    def _wrapped(self, number: Number, dtype: ir.DataType) -> Number:
+        """A number as a type of integers stores it; one that is constant or bounded wraps around."""
+        parts, whole = [(domain, _within(bounds, dtype)) for domain, bounds in number.rest], self._nowhere
+        for domain, x in number.whole.get_pieces():
+            bounds = Between(n := float(integer(x.get_constant_val())), n) if x.is_cst() else UNKNOWN
+            if not x.is_cst() or _within(bounds, dtype) == bounds:
+                whole = whole.union_add(isl.PwAff.from_aff(x).intersect_domain(domain))
+            else:
+                parts.append((domain, _within(bounds, dtype)))
+        return number if not parts else self.of(parts, whole)
 
     def truncated(self, number: Number) -> Number:
         """A number cast to integers."""
         return self.of([(domain, UNKNOWN) for domain, _ in number.rest], number.whole)
+
+
+def _within(ends: Between, dtype: ir.DataType) -> Between:
+    """Bounds as a type of integers stores them: those of the type if a number is beyond them, and wraps around."""
+    limits = np.iinfo(dtype.numpy())
+    least, most = float(limits.min), float(limits.max)
+    return replace(ends, is_number=True) if least <= ends.least and ends.most <= most else Between(least, most)
 
 
 def _rounded(ends: Between, dtype: ir.DataType) -> Between:

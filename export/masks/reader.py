@@ -203,7 +203,7 @@ def _cast(reader: Reader, node: ir.Node, index: Index) -> Known | None:
     number = reader.number(source, index)
     if target.is_integer() and source.dtype.is_floating_point():
         number = reader.arithmetic.truncated(number)
-    return reader.arithmetic.stored(number, target)
+    return reader.arithmetic.stored(number, target, was_integer=source.dtype in INTEGERS)
 
 
 def _numbers(reader: Reader, node: ir.Node, index: Index) -> list[Number]:

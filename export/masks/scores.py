@@ -28,6 +28,9 @@ MOST_PARTS = 12
 MOST_TOKENS = 2**22
 """Sizes up to which a type must represent every position exactly to count as exact."""
 
+LARGEST_SIZE = 2**63 - 1
+"""The largest size that ONNX can represent."""
+
 INDICES, PARAMETERS, DIVISIONS = isl.dim_type.set, isl.dim_type.param, isl.dim_type.div
 PAIR = (Variable.QUERY, Variable.KEY)
 
@@ -89,7 +92,8 @@ class Scores:
             self._parameters[atom] = self._named(f"{'size' if isinstance(atom, Dim) else 'scalar'} {len(self._atoms)}")
             self._atoms[self._parameters[atom].get_name()] = atom
             if isinstance(atom, Dim):
-                self.assume(self._parameter(self._parameters[atom]).ge_set(self.constant(0)))
+                size = self._parameter(self._parameters[atom])
+                self.assume(size.ge_set(self.constant(0)).intersect(size.le_set(self.constant(LARGEST_SIZE))))
         return self._parameter(self._parameters[atom])
 
     def _named(self, name: str) -> isl.Id:

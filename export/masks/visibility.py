@@ -6,10 +6,11 @@ The mask is read backwards (:mod:`.reader`) into a set of queries and keys, whic
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import islpy as isl
 import ml_dtypes
@@ -22,12 +23,16 @@ from attnforge.export.graphs.nodes import input_of, optional_input
 from attnforge.export.graphs.sizes import LayoutError, Size, Unmeasurable, evaluated, sizes_of
 from attnforge.export.masks.affine import Affine, Atom, Dim
 from attnforge.export.masks.indices import Index, aligned
-from attnforge.export.masks.numbers import Between, Number
+from attnforge.export.masks.numbers import Arithmetic, Between, Number
 from attnforge.export.masks.reader import BOOL, Reader
 from attnforge.export.masks.regions import ALL, Regions, fit, visible
 from attnforge.export.masks.scores import INDICES, Kind, Scores
 
 FullyMasked = Literal["never", "empty", "mean"]
+FAR_BELOW = -(2.0**90)
+"""A number at or below which a key is hidden from a query that sees another, whatever bias is added to both: low enough
+that no integer of 64 bits, multiplied by an ordinary slope, lifts a key above it."""
+
 MOST_COUNTED = 2**16
 """Maximum number of queries whose keys are counted; of more queries, this many are sampled at equal distances."""
 
@@ -118,18 +123,19 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
     added = arithmetic.choose(known, shown, hidden) if isinstance(known, isl.Set) else known
     if node.attributes.get_int("is_causal", 0):
         added = arithmetic.choose(scores.query.ge_set(scores.key), added, hidden)
-    leaves = [Between(x.least, x.most) for _, x in arithmetic.parts(added)]
-    seen = _shown(scores, added, NEGLIGIBLE)
-    must = scores.pairs.subtract(scores.may(scores.opposite(seen)))
-    residue: frozenset[Kind] = frozenset()
-    if any(leaf.most > NEGLIGIBLE and leaf != Between(0, 0) for leaf in leaves):
+    found = _above(NEGLIGIBLE, mask, added, arithmetic)
+    if found.fully_masked is None:
+        with contextlib.suppress(isl.Error):  # the operations are spent: what is found stays
+            scores.context.reset_operations()
+            far = _above(FAR_BELOW, mask, added, arithmetic)
+            found = far if far.fully_masked in ("never", "mean") else found
+    scores.context.reset_operations()
+    may, residue, fully_masked = scores.may(found.seen), frozenset[Kind](), found.fully_masked
+    if any(leaf.most > found.threshold and leaf != Between(0, 0) for leaf in found.leaves):
         residue |= {"bias"}
-    may = scores.may(seen)
-    if not may.is_subset(must):
-        kinds = {kind for name, (_, kind) in scores.opaque.items() if scores.depends_on(seen, name)}
+    if not may.is_subset(found.must):
+        kinds = {kind for name, (_, kind) in scores.opaque.items() if scores.depends_on(found.seen, name)}
         residue |= kinds or {"pattern"}
-    always_sees_a_key = scores.pairs.project_out(INDICES, 1, 1).is_subset(must.project_out(INDICES, 1, 1))
-    fully_masked = _fully_masked(mask, leaves, always_sees_a_key)
     if fully_masked is None:  # what such a row gets depends on the scores of all its keys
         may = scores.may(_shown(scores, added, -inf))
         residue, fully_masked = residue | {"bias"}, "empty"
@@ -137,6 +143,35 @@ def _visibility(node: ir.Node, n_q: Affine, n_k: Affine) -> Visibility:
     if not is_exact:
         residue |= {"pattern"}
     return Visibility(regions, residue, fully_masked, n_q, n_k)
+
+
+class _Above(NamedTuple):
+    """The keys whose scores get more than a threshold; the others are hidden from queries that see one of them.
+
+    Attributes:
+        threshold: the threshold.
+        seen: the condition for it.
+        must: the pairs at which the condition is always True.
+        leaves: bounds of what is added to scores; of integers, those above and below the threshold apart.
+        fully_masked: what fully masked rows get; None if it is none of the three cases.
+    """
+
+    threshold: float
+    seen: isl.Set
+    must: isl.Set
+    leaves: list[Between]
+    fully_masked: FullyMasked | None
+
+
+def _above(threshold: float, mask: ir.Value | None, added: Number, arithmetic: Arithmetic) -> _Above:
+    scores = arithmetic.scores
+    seen = _shown(scores, added, threshold)
+    wholes = added.whole.intersect_domain(seen), added.whole.subtract_domain(seen)
+    parts = [*added.rest, *(part for whole in wholes for part in arithmetic.parts(Number(whole)))]
+    leaves = [Between(x.least, x.most) for _, x in parts]
+    must = scores.pairs.subtract(scores.may(scores.opposite(seen)))
+    always_sees_a_key = scores.pairs.project_out(INDICES, 1, 1).is_subset(must.project_out(INDICES, 1, 1))
+    return _Above(threshold, seen, must, leaves, _fully_masked(mask, leaves, threshold, always_sees_a_key))
 
 
 def scores_index(scores: Scores, mask: ir.Value, query: ir.Value, key: ir.Value) -> Index:
@@ -153,32 +188,39 @@ def _shown(scores: Scores, added: Number, hidden: float) -> isl.Set:
     result = added.whole.domain()
     if hidden != -inf:
         result = added.whole.gt_set(scores.constant(int(np.floor(hidden))))
+    unclear = scores.never
     for domain, bounds in added.rest:
-        if bounds.most > hidden:
-            shown = domain if bounds.least > hidden else domain.intersect(scores.unknown_condition((), "bias"))
-            result = result.union(shown)
-    return result
+        if bounds.least > hidden:
+            result = result.union(domain)
+        elif bounds.most > hidden:
+            unclear = unclear.union(domain)
+    return result.union(unclear.coalesce().intersect(scores.unknown_condition((), "bias")))
 
 
-def _fully_masked(mask: ir.Value | None, leaves: list[Between], always_sees_a_key: bool) -> FullyMasked | None:
-    """What fully masked rows get; None if it is none of the three cases."""
-    hidden = {leaf for leaf in leaves if leaf.most <= NEGLIGIBLE}
+def _fully_masked(
+    mask: ir.Value | None, leaves: list[Between], threshold: float, always_sees_a_key: bool
+) -> FullyMasked | None:
+    """What fully masked rows get, whose keys are all at or below a threshold; None if it is none of the three cases."""
+    hidden = {leaf for leaf in leaves if leaf.most <= threshold}
     if mask is None or hidden <= {Between(-inf, -inf)}:
         return "empty"
     if always_sees_a_key:
-        return "never"
-    if len(hidden) > 1 or any(leaf.least <= NEGLIGIBLE < leaf.most for leaf in leaves):
+        if threshold == NEGLIGIBLE:
+            return "never"
+        shown = min((leaf.least for leaf in leaves if leaf.least > threshold), default=-inf)
+        return "never" if shown - max(leaf.most for leaf in hidden) > -NEGLIGIBLE else None
+    if len(hidden) > 1 or any(leaf.least <= threshold < leaf.most for leaf in leaves):
         return None
     (number,) = hidden
     return "mean" if number.least == number.most and _replaces(mask, number.most) else None
 
 
 def _replaces(mask: ir.Value, number: float) -> bool:
-    """Whether a mask replaces scores by a number: with its only step, or because adding it absorbs the scores."""
+    """Whether a mask replaces scores by a number: with its only step, or because the number absorbs them."""
     node = mask.producer()
     step = node.metadata_props.get(MASK_STEP) if node is not None else None
-    if node is not None and step == "fill":
-        return ir.convenience.get_const_tensor(input_of(node, 1)) is not None
+    if node is not None and step == "fill" and ir.convenience.get_const_tensor(input_of(node, 1)) is not None:
+        return True
     assert mask.dtype is not None
     if step == "bias" or (mask.dtype.bitwidth < 32 and mask.dtype != ir.DataType.BFLOAT16):
         return False

@@ -21,6 +21,7 @@ Masks = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """Computes a mask from `query (B, 2, n, 8)`, `key (B, 2, m, 8)` and `keep (B, m)`, True where there is no padding."""
 
 LOWEST = torch.finfo(torch.float32).min
+SLOPES = torch.tensor([0.5, 0.25])[:, None, None]
 TOKENS, KEYS = 16, 20
 """Sizes of the example: keys of a memory, or as many as tokens."""
 
@@ -198,6 +199,16 @@ IDIOMS: dict[str, MaskIdiom] = {
             torch.where(ones(query, key).tril(), 0.0, -math.inf) + distances(query, key).float() * -0.5
         ),
         f"{CAUSAL}, residue: bias",
+    ),
+    "slopes by distance, and the lowest number": MaskIdiom(
+        lambda query, key, keep: torch.where(ones(query, key).tril(), 0.0, LOWEST) + SLOPES * -distances(query, key),
+        f"{CAUSAL}, residue: bias",
+        silent="never",
+    ),
+    "slopes by key, and the lowest number": MaskIdiom(
+        lambda query, key, keep: torch.where(ones(query, key).tril(), 0.0, LOWEST) + SLOPES * indices(query, key)[1],
+        f"{CAUSAL}, residue: bias",
+        silent="never",
     ),
     "transformers, causal": MaskIdiom(transformers("causal", padded=False), CAUSAL),
     "transformers, causal and padding": MaskIdiom(transformers("causal"), f"{CAUSAL}, residue: padding"),

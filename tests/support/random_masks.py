@@ -361,11 +361,13 @@ class MaskWriter(Graph):
     def added(self, depth: int) -> ir.Value:
         """Write numbers to add to scores."""
         pick = self.choices.pick
-        kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "sum", "bias", "constant"))
+        kind = pick(("where", "where", "times", "one minus", "triangle", "sum", "sum", "bias", "slope", "constant"))
         if kind == "sum" and depth:
             return self.binary("Add", self.added(depth - 1), self.added(depth - 1))
         if kind == "bias":
             return self.shared("bias", list(self.size), FLOAT)
+        if kind == "slope":
+            return self._slope()
         if kind == "constant" and self.size[0].is_static and self.size[1].is_static:
             array = self._array(self.size[0].factor, self.size[1].factor)
             shown = np.random.default_rng(1).standard_normal(array.shape) * self.pick_number(0, 1)
@@ -381,6 +383,15 @@ class MaskWriter(Graph):
             ones = self.binary("Sub", self.constant(1.0), self.cast(flags, FLOAT))
             return self.binary("Mul", ones, self.constant(fill))
         return self.where(flags, self.constant(0.0), self.constant(fill))
+
+    def _slope(self) -> ir.Value:
+        """Write a bias by position or by distance, as ALiBi; some slopes are steep enough to hide a key."""
+        x = self.whole(KEYS, 1)
+        if self.choices.chance(70):
+            x = self.binary("Sub", x, self.whole(QUERIES, 1))
+        slope = self.choices.pick((0.5, -0.25, -2500.0, 2500.0, 1e30))
+        slopes = slope * np.arange(1, 3).reshape(2, 1, 1) if self.choices.chance(50) else slope
+        return self.binary("Mul", self.cast(x, FLOAT), self.constant(slopes))
 
 
 LEAVES = (
@@ -423,7 +434,7 @@ def random_mask(choices: Choices, leaf: str = "") -> RandomMask:
     mask = g.added(2) if choices.chance(50) else g.condition(3)
     mask = g.op("Identity", [mask], [*_dims(mask)])
     if choices.chance(70):
-        mask = g.unsqueeze(mask, [0, 1])
+        mask = g.unsqueeze(mask, [*range(4 - len(_dims(mask)))])
     node = ir.node("Attention", [query, key, key, mask], {"scale": 1.0, "is_causal": int(choices.chance(10))})
     arrays = {str(value.name): _array_of(value, {**sizes, "n + p": n + p}) for value in g.inputs}
     model = g.model(mask)
