@@ -448,6 +448,9 @@ def channels(shape: tuple[int, ...], case: Case) -> tuple[Array, ...]:
 BLOCK = 64
 """Number of elements in each sum of an output that is stored in part."""
 
+BLOCKS = "/blocks"
+"""What is appended to the name of an output for its sums."""
+
 
 def blocks(array: Array, case: Case) -> Array | None:
     """The sums of every :data:`BLOCK` elements of an output that is stored in part, so that every element is checked:

@@ -5,6 +5,9 @@ Each output of each case has a :class:`Spread`, which the case records for the b
 
 - on hard inputs, the largest of several draws: on the case, and on its inputs moved to neighbouring numbers;
 - on outputs of fewer than :data:`~attnforge.runtime.parity.budget.FEW` elements, the largest over all ordinary cases;
+- on ordinary inputs on which eager is far off, the largest over all such cases, up to :data:`FURTHER` times its own:
+  the error may be that of a few rows which amplify rounding, such as padded ones of almost equal numbers that are
+  normalised, all of which err alike;
 - on those of fewer than :data:`~attnforge.runtime.parity.budget.HANDFUL`, draws on ordinary inputs too.
 """
 
@@ -23,11 +26,15 @@ from attnforge.bundle import Case
 from attnforge.export.reference.model import ReferenceModel, at_precision
 from attnforge.precision import Precision
 from attnforge.progress import Steps
-from attnforge.runtime.cases import Cost, make_inputs, sampled
+from attnforge.runtime.cases import BLOCKS, Cost, blocks, make_inputs, sampled
 from attnforge.runtime.parity import budget
 
 NEAR = 4
 """Ratio of the floor to eager's error from which the floor is the budget, whatever inputs are drawn."""
+
+AMPLIFIED, FURTHER = 4, 4
+"""Number of floors beyond which eager's error is rounding that the model amplifies, and maximum ratio of two such
+errors, each of which is one draw."""
 
 BY_CHANCE = 1000
 """Factor by which an output of a handful of elements may be smaller than usual by chance, on inputs that are not usual
@@ -124,6 +131,7 @@ class Spreads:
     def __init__(self, model: ReferenceModel, baseline: ReferenceModel) -> None:
         self._model, self._baseline = model, baseline
         self._spreads: list[Spread] = []
+        self._sums: list[Spread] = []
 
     def add(
         self, case: Case, eager: Mapping[str, Array], exact: Mapping[str, Array], baseline: Mapping[str, Array]
@@ -142,11 +150,32 @@ class Spreads:
                 first = None if baseline is eager else Error.of(baseline[output], exact[output])
                 truth = None if self._baseline.precision.is_low else sampled(exact[output], case)
             self._spreads.append(Spread(case, output, error, not case.is_ordinary, [first or error], truth))
+            if self._is_amplified(self._spreads[-1]):
+                sums, exactly = blocks(array, case), blocks(exact[output], case)
+                if sums is not None and exactly is not None and exactly.any():
+                    self._sums.append(Spread(case, output + BLOCKS, Error.of(sums, exactly), False, []))
+
+    def _is_amplified(self, spread: Spread) -> bool:
+        precision, error = self._model.precision, spread.error
+        if precision.is_quantised or not spread.case.is_ordinary:  # the error of quantised weights is no draw
+            return False
+        return error.largest > 0 and error.relative > AMPLIFIED * precision.floor
 
     def pool(self) -> None:
-        """Widen the spreads of outputs of few elements to the largest error of an ordinary case on the same output; and
-        add half the floor's share of the usual size for a handful of elements that are near zero by chance."""
+        """Widen the spreads of outputs of few elements to the largest error of an ordinary case on the same output, and
+        of ordinary cases on which eager is far off to the largest of these; and add half the floor's share of the usual
+        size for a handful of elements that are near zero by chance."""
         floor = self._model.precision.floor
+        amplified: dict[str, list[Spread]] = {}
+        for spread in [*filter(self._is_amplified, self._spreads), *self._sums]:
+            amplified.setdefault(spread.output, []).append(spread)
+        for group in amplified.values():
+            most = max(spread.error.relative for spread in group)
+            share = max(spread.error.absolute / spread.error.largest for spread in group)
+            for spread in group:
+                error = spread.error
+                limit = FURTHER * error.relative, FURTHER * error.absolute
+                spread.widen(min(most, limit[0]), min(share * error.largest, limit[1]))
         few: dict[str, list[Spread]] = {}
         for spread in self._spreads:
             if 0 < spread.error.size < budget.FEW:

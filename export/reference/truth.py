@@ -210,4 +210,4 @@ def kept(array: Array, case: Case, name: str) -> dict[str, Array]:
     """The stored arrays of one output: all of it under `name`, or sampled elements and block sums."""
     sums = reference.blocks(array, case)
     numbers = {name: np.ascontiguousarray(reference.sampled(array, case))}
-    return numbers if sums is None else {**numbers, f"{name}/blocks": sums}
+    return numbers if sums is None else {**numbers, name + reference.BLOCKS: sums}

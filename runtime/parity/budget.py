@@ -40,6 +40,7 @@ from attnforge.arrays import Array, is_floating, pieces
 from attnforge.bundle import Case, Manifest
 from attnforge.numbers import scientific
 from attnforge.precision import Precision, precision_named
+from attnforge.runtime.cases import BLOCKS
 from attnforge.runtime.parity.comparison import Comparison, Element, cosine_of, histogram_of, quantiles_of
 
 LEAST_DRAWS = 3
@@ -146,7 +147,9 @@ def judge(
     if baseline is not None and np.isfinite(baseline[np.isfinite(eager)]).all():
         standard = np.where(np.isfinite(eager), baseline, eager).astype(np.float64)
     errors = _Errors.of(got, standard, truth)
-    drawn = case.spread.get(output, (0.0, 0.0))  # on hard inputs, and for outputs of few elements
+    drawn = case.spread.get(output, (0.0, 0.0))  # of other draws and other cases
+    if terms > 1:
+        drawn = case.spread.get(output + BLOCKS, (drawn[0], math.sqrt(terms) * drawn[1]))
     budget, max_budget = errors.budget(precision, drawn, allowed if case.is_ordinary else None, count > 0, terms)
     reason = errors.over(budget, max_budget)
     worst = None if errors.furthest is None else Element.at(errors.furthest, case.name, got, standard, truth)
@@ -169,7 +172,8 @@ def judge(
         return comparison
     few = replace(precision, floor=FAR_OFF * min(precision.floor, precision_named(precision.name).floor))
     parts = [channel[hidden] for channel in channels]
-    rest = judge(case, output, got[hidden], standard[hidden], truth[hidden], few, terms=terms, channels=parts)
+    alone = case.model_copy(update={"spread": {}})  # which is that of all numbers
+    rest = judge(alone, output, got[hidden], standard[hidden], truth[hidden], few, terms=terms, channels=parts)
     if rest.worst is not None:
         rest.worst.index = [int(np.flatnonzero(hidden)[rest.worst.index[0]])]
     return max(rest, comparison, key=lambda c: (not c.passed, c.error / c.budget))
@@ -246,7 +250,7 @@ class _Errors:
         spacing = precision.ulp(self.largest) * (math.sqrt(terms) if is_tiny else 1.0)
         rounding = max(4 * spacing, precision.floor * self.largest)
         error = max(2 * self.eager_error, 2 * drawn[0], precision.floor)
-        max_error = 2 * max(_max(self.eager_off), math.sqrt(terms) * drawn[1]) + rounding
+        max_error = 2 * max(_max(self.eager_off), drawn[1]) + rounding
         if is_tiny:
             norm = self.largest * float(np.linalg.norm(self.truth / self.largest))  # squares may be 0
             error = max(error, rounding * math.sqrt(self.off.size) / norm)

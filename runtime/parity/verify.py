@@ -514,7 +514,7 @@ class _CaseOnBackend:
             place = np.unravel_index(index if indices is None else int(indices[index]), array.shape)
             comparison.worst.index = [int(i) for i in place]
         sums = reference.blocks(array, self.case) if comparison.passed and is_floating(array) else None
-        if sums is not None and not (summed := self._against(output, sums, allowed, "/blocks")).passed:
+        if sums is not None and not (summed := self._against(output, sums, allowed, reference.BLOCKS)).passed:
             first = summed.worst.index[0] * reference.BLOCK if summed.worst is not None else 0
             numbers = f"{first} to {first + reference.BLOCK - 1}"
             comparison.passed = False

@@ -460,3 +460,40 @@ def test_on_hard_inputs_too_a_handful_may_be_near_zero_by_chance(factor: float, 
     spreads.pool()
     assert (hard.spread["y"][0] == pytest.approx(floor / 2 / factor)) == widened
     assert widened or hard.spread["y"] == (0.0, 0.0)
+
+
+def test_the_error_of_quantised_weights_is_no_draw() -> None:
+    model = Noisy(precision_named("int4"), 2**16, 0.0, varies=False)
+    spreads, truth = Spreads(model, model), {"y": np.full(2**16, 2.0)}
+    cases = [Case(name=name, sizes={}, kind="normal", seed=1) for name in ("larger", "smaller")]
+    for case, off in zip(cases, (0.5, 0.2), strict=True):
+        eager = {"y": truth["y"] + off}
+        spreads.add(case, eager, truth, eager)
+    spreads.pool()
+    assert not any(case.spread for case in cases)
+
+
+def test_ordinary_cases_on_which_eager_is_far_off_share_the_largest_error() -> None:
+    """Like padded rows whose numbers are almost equal before they are normalised: in each case their error is one
+    draw, which a backend's may exceed by any factor."""
+    model = Noisy(precision_named("fp32"), 2**16, 0.0, varies=False)
+    spreads, truth = Spreads(model, model), {"y": np.full(2**16, 2.0)}
+    off = {"larger": 2e-4, "smaller": 5e-5, "smallest": 4e-5, "close": 2e-6}
+    cases = {name: Case(name=name, sizes={}, kind="normal", seed=1) for name in off}
+    for name, case in cases.items():
+        eager = {"y": truth["y"] + off[name]}
+        spreads.add(case, eager, truth, eager)
+    spreads.pool()
+    assert cases["smaller"].spread["y"] == pytest.approx((1e-4, 2e-4))
+    assert cases["smallest"].spread["y"] == pytest.approx((8e-5, 1.6e-4))  # at most four times its own
+    assert cases["smaller"].spread["y/blocks"][0] == pytest.approx(1e-4)
+    assert not cases["close"].spread
+
+
+def test_numbers_next_to_much_larger_ones_get_no_error_of_these() -> None:
+    case = Case(name="normal", sizes={}, kind="normal", seed=1, spread={"y": (1e-3, 1.0)})
+    truth = np.concatenate([np.linspace(1000, 1001, 1000), np.linspace(0.1, 1, 1000)])
+    eager, got = truth + 1e-7, truth.copy()
+    got[1000:] += 1e-3
+    comparison = judge(case, "y", got, eager, truth, precision_named("fp32"))
+    assert not comparison.passed and "over the budget of" in str(comparison.reason)
