@@ -354,7 +354,7 @@ class Case(StoredRecord):
             the inputs that the model was deployed with, "data" for real ones that came with it.
         masks: how masks are drawn.
         spread: by output, the largest relative and absolute error of eager's further draws of its rounding: on
-            neighbouring inputs, or on other ordinary ones.
+            neighbouring inputs, or on other ordinary ones; with `/blocks` appended, those of sums of its elements.
         scale: factor on floating-point inputs.
         most: maximum of integer inputs, if the example's values would be invalid at the case's sizes, such as the index
             of a token that a shorter input lacks; else None.

@@ -192,7 +192,7 @@ class Arithmetic:
             least = -most
 
         def rounded(parts: Iterable[Part]) -> list[Part]:
-            known = ((domain, _within(x, ir.DataType.INT64) if was_integer else x) for domain, x in parts)
+            known = ((domain, _in_range(x, ir.DataType.INT64) if was_integer else x) for domain, x in parts)
             return [(domain, _rounded(x, dtype) if is_float else UNKNOWN) for domain, x in known]
 
         ends = self.scores.bounds(number.whole, few_tokens=True)
@@ -202,13 +202,14 @@ class Arithmetic:
 
     def _wrapped(self, number: Number, dtype: ir.DataType) -> Number:
         """A number as a type of integers stores it; one that is constant or bounded wraps around."""
-        parts, whole = [(domain, _within(bounds, dtype)) for domain, bounds in number.rest], self._nowhere
+        parts, whole = [(domain, _in_range(bounds, dtype)) for domain, bounds in number.rest], self._nowhere
         for domain, x in number.whole.get_pieces():
-            bounds = Between(n := float(integer(x.get_constant_val())), n) if x.is_cst() else UNKNOWN
-            if not x.is_cst() or _within(bounds, dtype) == bounds:
+            constant = float(integer(x.get_constant_val())) if x.is_cst() else 0.0
+            bounds = Between(constant, constant)
+            if (stored := _in_range(bounds, dtype)) == bounds:
                 whole = whole.union_add(isl.PwAff.from_aff(x).intersect_domain(domain))
             else:
-                parts.append((domain, _within(bounds, dtype)))
+                parts.append((domain, stored))
         return number if not parts else self.of(parts, whole)
 
     def truncated(self, number: Number) -> Number:
@@ -216,7 +217,7 @@ class Arithmetic:
         return self.of([(domain, UNKNOWN) for domain, _ in number.rest], number.whole)
 
 
-def _within(ends: Between, dtype: ir.DataType) -> Between:
+def _in_range(ends: Between, dtype: ir.DataType) -> Between:
     """Bounds as a type of integers stores them: those of the type if a number is beyond them, and wraps around."""
     limits = np.iinfo(dtype.numpy())
     least, most = float(limits.min), float(limits.max)

@@ -18,7 +18,7 @@ from attnforge.export.attention.masking import NEGLIGIBLE
 from attnforge.export.graphs.sizes import Size
 from attnforge.export.masks import scores
 from attnforge.export.masks.affine import Atom, Scalar
-from attnforge.export.masks.visibility import Visibility, numbers_at, visibility
+from attnforge.export.masks.visibility import FAR_BELOW, Visibility, numbers_at, visibility
 from tests.support.random_graphs import BOOL, FLOAT, INT64, Drawn
 from tests.support.random_masks import KEYS, LEAVES, QUERIES, MaskWriter, RandomMask, drawn_mask
 
@@ -51,14 +51,19 @@ def test_no_visible_key_is_hidden_and_no_residue_means_equal(leaf: str, data: st
     if mask.node.attributes["is_causal"].as_int():
         numbers = np.where(np.tri(mask.n_q, mask.n_k, dtype=bool), numbers, -np.inf)
     regions, shown = regions_of(mask, visible), numbers > NEGLIGIBLE
-    outside = numbers[..., ~regions]
-    inside = np.where(regions, numbers, -np.inf).max(-1, keepdims=True)
-    hidden = (numbers == -np.inf) | (numbers <= inside + NEGLIGIBLE) | (~shown & (inside > NEGLIGIBLE))
-    if visible.silent == "mean":
-        hidden |= (numbers == numbers[..., :1]).all(-1, keepdims=True)
-    assert (outside == -np.inf).all() if visible.silent == "empty" else hidden[..., ~regions].all(), visible.text()
+    if visible.silent == "empty":
+        assert (numbers == -np.inf)[..., ~regions].all(), visible.text()
+    else:
+        inside = np.where(regions, numbers, -np.inf).max(-1, keepdims=True)
+        hidden = (numbers <= inside + NEGLIGIBLE) | (~shown & (inside > NEGLIGIBLE)) | (numbers == -np.inf)
+        hidden |= (visible.silent == "mean") & (numbers == numbers[..., :1]).all(-1, keepdims=True)
+        assert hidden[..., ~regions].all(), visible.text()
+    assert not shown[..., ~regions].any(), visible.text()
+    above = [numbers > threshold for threshold in (NEGLIGIBLE, FAR_BELOW)]
     if visible.silent == "never":
-        assert (inside > -np.inf).all(), visible.text()
+        assert any((seen & regions).any(-1).all() for seen in above), visible.text()
+    if visible.silent == "mean":
+        assert any(len(set(numbers[~seen].tolist())) <= 1 for seen in above), visible.text()
     if not visible.residue:
         assert (shown == regions).all() and (numbers[shown] == 0).all(), visible.text()
     event("exact" if not visible.residue else "bounded" if not visible.is_full else "nothing proved")
